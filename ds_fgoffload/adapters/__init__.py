@@ -1,0 +1,52 @@
+"""What the runtime must know of whatever it is attached to: an adapter per kind of engine, which copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_fgoffload.adapters.pipeline import PipelineAdapter
+from ds_fgoffload.adapters.plain import PlainAdapter
+from ds_fgoffload.adapters.zero import ZeroAdapter
+
+__all__ = ["Adapter", "adapt"]
+
+
+class Adapter(Protocol):
+    """An engine or a module, as the runtime sees it."""
+
+    root: nn.Module
+    """Its forward is the forward of one micro-batch; unit names are names in its ``named_modules()``."""
+    ranks_hold_same_modules: bool
+
+    def section(self) -> Mapping[str, Any] | None:
+        """The ``fine_grained_offload`` section that came with it."""
+
+    def gather(self, item: Any) -> list[Any]:
+        """``item`` of every rank, by rank. Collective where there are several ranks."""
+
+    def on_destroy(self, detach: Callable[[], None]) -> None:
+        """``detach`` is to be called when the engine is destroyed."""
+
+    def release(self) -> None:
+        """Undoes :meth:`on_destroy`."""
+
+
+def adapt(target: nn.Module) -> Adapter:
+    """The adapter for ``target``.
+
+    Raises:
+        TypeError: it is neither a DeepSpeed engine nor a module.
+    """
+    if isinstance(target, PipelineEngine):
+        return PipelineAdapter(target)
+    if isinstance(target, DeepSpeedEngine):
+        return ZeroAdapter(target)
+    if isinstance(target, nn.Module):
+        return PlainAdapter(target)
+    msg = f"cannot attach to a {type(target).__name__}: a DeepSpeed engine or a torch.nn.Module is needed"
+    raise TypeError(msg)

@@ -1,0 +1,29 @@
+"""A plain ``nn.Module``, trained by its user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class PlainAdapter:
+    """Every call of the module with gradients enabled is a micro-batch. Knows of no other rank."""
+
+    ranks_hold_same_modules = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.root = module
+
+    def section(self) -> None:
+        return None
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item]
+
+    def on_destroy(self, detach: Callable[[], None]) -> None:
+        pass
+
+    def release(self) -> None:
+        pass

@@ -1,0 +1,45 @@
+"""DeepSpeed's engine under ZeRO 0-3. Attach after ``deepspeed.initialize``: names and modules are final only then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed.comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from ds_fgoffload.config import find_section
+
+
+class ZeroAdapter:
+    """The engine calls its module once per micro-batch, whatever its counters say of accumulation."""
+
+    ranks_hold_same_modules = True
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self.root: nn.Module = engine.module
+
+    def section(self) -> Mapping[str, Any] | None:
+        return find_section(self._engine.config)
+
+    def gather(self, item: Any) -> list[Any]:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return [item]
+        items: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(items, item)
+        return items
+
+    def on_destroy(self, detach: Callable[[], None]) -> None:
+        engine = self._engine
+        destroy = type(engine).destroy
+
+        def detach_and_destroy() -> None:
+            detach()
+            destroy(engine)
+
+        engine.destroy = detach_and_destroy
+
+    def release(self) -> None:
+        self._engine.__dict__.pop("destroy", None)

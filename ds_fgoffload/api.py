@@ -1,0 +1,187 @@
+"""What users call: attach offloading to an engine or a module, read its counts, take it off again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_fgoffload import selection
+from ds_fgoffload.adapters import Adapter, adapt
+from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section, parse_config
+from ds_fgoffload.eligibility import Eligibility
+from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
+from ds_fgoffload.hooks import ModuleHooks
+from ds_fgoffload.offloader import Offloader
+from ds_fgoffload.plan import Plan
+from ds_fgoffload.pool import HostPoolSettings, host_pool
+from ds_fgoffload.report import RankCounts, render
+from ds_fgoffload.stats import OffloadStats
+from ds_fgoffload.streams import accelerator_device
+from ds_fgoffload.transfer import transfer_on
+
+_ATTRIBUTE = "_ds_fgoffload"
+_attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+class Attachment:
+    """Offloading on one engine or module, from :func:`attach` until :meth:`detach`."""
+
+    def __init__(self, target: nn.Module, adapter: Adapter, config: FineGrainedOffloadConfig) -> None:
+        chosen = _select(adapter, config)
+        device = accelerator_device()
+        pool = host_pool()
+        pool.configure(HostPoolSettings(config.host_pool.max_bytes, config.host_pool.pin_memory))
+        self._adapter = adapter
+        self._target = weakref.ref(target)
+        self._offloader = Offloader(
+            chosen.units,
+            chosen.excluded,
+            Eligibility(adapter.root, config.min_tensor_bytes, device),
+            Plan(
+                release_window_bytes=config.release_window_bytes,
+                prefetch_window_bytes=config.prefetch_window_bytes,
+            ),
+            transfer_on(device),
+            pool,
+            raise_when_full=config.host_pool.on_full == "error",
+        )
+        self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader)
+        pool.add_user()
+        self._leave_pool = weakref.finalize(self, pool.remove_user)
+        itself = weakref.ref(self)
+        adapter.on_destroy(lambda: _detach_if_there(itself()))
+
+    def stats(self) -> OffloadStats:
+        """Counts of this rank since attaching, also after :meth:`detach`."""
+        return self._offloader.stats()
+
+    def gathered_counts(self) -> list[dict[str, Any]]:
+        """Counts of every rank as plain numbers. Collective: every rank that has the engine must call it."""
+        return [counts.as_dict() for counts in self._gather()]
+
+    def report(self) -> str:
+        """The table of all ranks. Collective: every rank that has the engine must call it, and each gets the table."""
+        return render(self._gather())
+
+    def detach(self) -> None:
+        """Takes every hook off. Graphs that are alive keep working; their host memory goes back as they die."""
+        if not self._leave_pool.alive:
+            return
+        self._hooks.remove()
+        self._adapter.release()
+        self._leave_pool()
+        _attached.discard(self)
+        target = self._target()
+        if target is not None:
+            target.__dict__.pop(_ATTRIBUTE, None)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> None:
+        # a copy of the module is not attached
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def _gather(self) -> list[RankCounts]:
+        ranks = self._adapter.gather((self.stats(), host_pool().stats()))
+        return [RankCounts(rank, offload, pool) for rank, (offload, pool) in enumerate(ranks)]
+
+
+def attach(
+    target: nn.Module, config: Mapping[str, Any] | FineGrainedOffloadConfig | str | Path | None = None
+) -> Attachment:
+    """Offloads what the selected submodules of ``target`` save for backward.
+
+    Args:
+        target: a DeepSpeed engine, after ``deepspeed.initialize``, or any module that is trained without one.
+        config: a ``fine_grained_offload`` section, or a whole ds_config with one (dictionary or path). Default: the one
+            that the engine was made with.
+
+    Raises:
+        OffloadConfigError: there is no section, or it asks for something that cannot be done.
+        OffloadStateError: offloading is attached to ``target`` already.
+    """
+    adapter = adapt(target)
+    if get(target) is not None:
+        msg = f"offloading is attached to this {type(target).__name__} already: call detach() on ds_fgoffload.get() first"
+        raise OffloadStateError(msg)
+    section = adapter.section() if config is None else _section_of(config)
+    if section is None:
+        where = "the engine's ds_config" if config is None else "the given config"
+        msg = f'{SECTION}: no such section in {where}; give one, such as {{"modules": ["model.layers.*.mlp"]}}'
+        raise OffloadConfigError(msg)
+    parsed = parse_config(section)
+    attachment = Attachment(target, adapter, parsed)
+    target.__dict__[_ATTRIBUTE] = attachment
+    _attached.add(attachment)
+    return attachment
+
+
+def get(target: nn.Module) -> Attachment | None:
+    """The attachment of ``target``, or None."""
+    return target.__dict__.get(_ATTRIBUTE)
+
+
+def attachments() -> list[Attachment]:
+    """All that are attached in this process."""
+    return list(_attached)
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize``, then :func:`attach` if the ds_config has an enabled ``fine_grained_offload`` section.
+
+    Takes and returns what ``deepspeed.initialize`` does. The section is checked before the engine is built.
+    """
+    return initialize_with(deepspeed.initialize, *args, **kwargs)
+
+
+def initialize_with(deepspeed_initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """:func:`initialize` on top of the given function, for those who put it in place of ``deepspeed.initialize``."""
+    parse_config(find_section(_ds_config_of(args, kwargs)))
+    made: tuple[Any, Any, Any, Any] = deepspeed_initialize(*args, **kwargs)
+    engine = made[0]
+    section = find_section(engine.config)
+    if section is not None and parse_config(section).enabled:
+        attach(engine, section)
+    return made
+
+
+def _ds_config_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What ``deepspeed.initialize`` will take its config from; None if that cannot be told from its arguments."""
+    given = kwargs.get("config") or kwargs.get("config_params")
+    if given is None:
+        arguments = kwargs.get("args", args[0] if args else None)
+        given = getattr(arguments, "deepspeed_config", None)
+    return given
+
+
+def _section_of(config: Mapping[str, Any] | FineGrainedOffloadConfig | str | Path) -> Any:
+    if isinstance(config, FineGrainedOffloadConfig):
+        return config
+    if isinstance(config, Mapping) and SECTION not in config and not _is_whole_ds_config(config):
+        return config
+    return find_section(config)
+
+
+def _is_whole_ds_config(config: Mapping[str, Any]) -> bool:
+    return any(key in config for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"))
+
+
+def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Selection:
+    if not config.enabled:
+        logger.warning(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
+        return selection.Selection({}, {})
+    chosen, findings = selection.match(adapter.root, config.modules, config.exclude)
+    selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
+    return chosen
+
+
+def _detach_if_there(attachment: Attachment | None) -> None:
+    if attachment is not None:
+        attachment.detach()

@@ -1,0 +1,265 @@
+"""What the user asks for: reads the ``fine_grained_offload`` section of ds_config.json, before any tensor exists.
+
+The field docstrings below are the reference of the keys: ``docs/configuration.md`` is made from them. All that is read
+here is plain JSON, and the user's dictionary is never changed: DeepSpeed dumps it as JSON while it starts.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import functools
+import json
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import hjson
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
+from deepspeed.utils import logger
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from ds_fgoffload.errors import OffloadConfigError
+
+SECTION = "fine_grained_offload"
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+_SIZE_ALLOWED = 'a whole number of bytes >= 0, or text such as "64MiB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)'
+
+
+def parse_size(value: object) -> int:
+    """``value`` in bytes: a whole number, or text such as ``"64MiB"``. Raises ``ValueError`` saying what is allowed."""
+    number: Fraction | None = None
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value.strip())
+        if found and found[2].lower() in _UNITS:
+            number = Fraction(found[1]) * _UNITS[found[2].lower()]
+    elif isinstance(value, float):
+        if value.is_integer():  # JSON's 5e8, as DeepSpeed's own bucket sizes are written
+            number = Fraction(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = Fraction(value)
+    if number is None or number < 0 or number.denominator != 1:
+        raise ValueError(_SIZE_ALLOWED)
+    return int(number)
+
+
+def _pattern(value: str) -> str:
+    if not value.strip():
+        raise ValueError("a pattern that is not empty")
+    return value
+
+
+ByteSize = Annotated[int, BeforeValidator(parse_size)]
+Pattern = Annotated[StrictStr, BeforeValidator(lambda value: _pattern(value) if isinstance(value, str) else value)]
+
+
+class _Section(DeepSpeedConfigModel):  # type: ignore[misc]  # DeepSpeed is not typed
+    model_config = ConfigDict(use_attribute_docstrings=True, frozen=True)
+
+    def __init__(self, /, **data: Any) -> None:
+        # Not DeepSpeedConfigModel.__init__: it drops every value that is "auto", and a key named "strict", unseen.
+        BaseModel.__init__(self, **data)
+
+
+class HostPoolConfig(_Section):
+    """The host memory that offloaded tensors lie in."""
+
+    max_bytes: ByteSize | None = None
+    """Most host memory that this rank pins, in bytes. Unset: a safe share of the host's memory, divided by the ranks
+    of the node."""
+
+    pin_memory: StrictBool = True
+    """Page-lock the host memory. Copies overlap with compute only out of page-locked memory; ``false`` is for systems
+    that refuse to pin, and is slow."""
+
+    on_full: Literal["keep", "error"] = "keep"
+    """What happens when the pool is full. ``"keep"``: the storage stays on the device, and is counted. ``"error"``: the
+    step fails with ``HostPoolError``."""
+
+
+class FineGrainedOffloadConfig(_Section):
+    """Which submodules keep on the host what they save for backward, and how."""
+
+    enabled: StrictBool = True
+    """Whether anything is offloaded. A section that is present without this key is enabled; without a section nothing
+    is offloaded."""
+
+    modules: list[Pattern] = Field(default=[], validate_default=True)
+    """Patterns for the modules whose saved tensors are offloaded: shell globs over the names in
+    ``model.named_modules()`` (``*`` also crosses dots), ``re:`` and a regular expression for the whole name, or
+    ``class:`` and a class name. At least one is required when enabled, and each must match a module on some rank."""
+
+    exclude: list[Pattern] = Field(default=[])
+    """Patterns, written as under ``modules``, for modules that keep their tensors on the device, with all that lies
+    below them. Wins over ``modules``."""
+
+    recompute: list[Pattern] = Field(default=[])
+    """Reserved: patterns for modules whose tensors are computed again in backward. This version refuses any."""
+
+    policy: Literal["auto", "all"] = "auto"
+    """``"all"``: every eligible storage of the modules is offloaded. ``"auto"``: the package chooses; in this version
+    it offloads every eligible storage, as ``"all"`` does."""
+
+    max_overhead: float | None = Field(default=None, ge=0, strict=True, allow_inf_nan=False)
+    """Time that offloading may add to a step, as a fraction of the step (0.01 is one per cent). Unset: no limit. Not
+    honoured in this version: a warning says so."""
+
+    target_saved_bytes: ByteSize | None = None
+    """Device memory, in bytes, that is enough to free; no more is offloaded than reaches it. Unset: as much as
+    possible. Not honoured in this version: a warning says so."""
+
+    min_tensor_bytes: ByteSize = 1 << 20
+    """A saved tensor stays on the device if its storage is smaller than this many bytes. Default: 1 MiB. 0: every size
+    is offloaded."""
+
+    release_window_bytes: ByteSize | None = None
+    """Bytes of storages under copy to the host that may still lie on the device in forward; beyond it the compute
+    stream waits for the oldest copy and its memory is given back. Unset: automatic. 0: each copy is waited for at
+    once."""
+
+    prefetch_window_bytes: ByteSize | None = None
+    """Bytes that may lie on the device at once in backward because they were copied back ahead of need. Unset:
+    automatic. 0: nothing is copied back before it is needed."""
+
+    host_pool: HostPoolConfig = HostPoolConfig()
+    """The host memory that offloaded tensors lie in: ``max_bytes``, ``pin_memory``, ``on_full``."""
+
+    @field_validator("modules")
+    @classmethod
+    def _modules_are_named(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        if not value and info.data.get("enabled"):
+            raise ValueError('at least one pattern, such as "model.layers.*.mlp" (or set "enabled": false)')
+        return value
+
+    @field_validator("recompute")
+    @classmethod
+    def _recompute_is_reserved(cls, value: list[str]) -> list[str]:
+        if value:
+            raise ValueError(
+                "an empty list: this version does not recompute; list the modules under "
+                '"modules" to offload them, or use activation checkpointing'
+            )
+        return value
+
+
+def parse_config(section: Mapping[str, Any] | FineGrainedOffloadConfig | None) -> FineGrainedOffloadConfig:
+    """The checked configuration; ``None`` (no section) is a disabled one.
+
+    Raises :class:`OffloadConfigError` with one line per fault.
+    """
+    if section is None:
+        return FineGrainedOffloadConfig(enabled=False)
+    if isinstance(section, FineGrainedOffloadConfig):
+        config = section
+    else:
+        plain = _plain(_checked_section(section))
+        try:
+            config = FineGrainedOffloadConfig.model_validate(plain)
+        except ValidationError as error:
+            raise OffloadConfigError("\n".join(_line(fault) for fault in error.errors())) from None
+    for key in ("max_overhead", "target_saved_bytes"):
+        if config.enabled and getattr(config, key) is not None:
+            _warn_once(f"{SECTION}.{key} is not honoured in this version: nothing is planned by it yet")
+    return config
+
+
+def find_section(ds_config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | None:
+    """The ``fine_grained_offload`` section of a whole ds_config, or ``None``.
+
+    ``ds_config`` is what DeepSpeed takes: a dictionary, the path of a JSON or HJSON file, or base64 of JSON.
+    """
+    if ds_config is None:
+        return None
+    if isinstance(ds_config, str | Path):
+        ds_config = _load(ds_config)
+    if not isinstance(ds_config, Mapping):
+        raise OffloadConfigError(
+            f"ds_config: got {_shown(ds_config)}, allowed: a dictionary or the path of a JSON file"
+        )
+    section = ds_config.get(SECTION)
+    return None if section is None else _checked_section(section)
+
+
+def _load(source: str | Path) -> Any:
+    try:
+        if Path(source).exists():
+            with Path(source).open(encoding="utf-8") as file:
+                return hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except (OSError, ValueError) as error:
+        raise OffloadConfigError(f"ds_config {source}: cannot be read as JSON: {error}") from error
+    try:
+        return json.loads(base64.urlsafe_b64decode(str(source)))
+    except (binascii.Error, ValueError):
+        raise OffloadConfigError(f"ds_config {source}: no such file, and not base64 of JSON") from None
+
+
+def _checked_section(section: object) -> Mapping[str, Any]:
+    if not isinstance(section, Mapping):
+        allowed = 'an object such as {"modules": ["model.layers.*.mlp"]}'
+        raise OffloadConfigError(f"{SECTION}: got {_shown(section)}, allowed: {allowed}")
+    return section
+
+
+def _plain(value: Any) -> Any:
+    """A copy in which every mapping is a dict with text as keys, as JSON has them."""
+    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+_ALLOWED = {
+    "bool_type": "true, false",
+    "string_type": "text",
+    "list_type": "a list of patterns",
+    "float_type": "a number >= 0",
+    "finite_number": "a number >= 0",
+    "greater_than_equal": "a number >= 0",
+    "model_type": "an object",
+}
+
+
+def _line(fault: Any) -> str:
+    """One fault that pydantic found, in this package's words."""
+    where = ".".join([SECTION, *map(str, fault["loc"])])
+    if fault["type"] == "extra_forbidden":
+        model = HostPoolConfig if fault["loc"][:-1] == ("host_pool",) else FineGrainedOffloadConfig
+        keys = list(model.model_fields)
+        nearest = difflib.get_close_matches(str(fault["loc"][-1]), keys, n=1)
+        hint = f" (nearest: {_shown(nearest[0])})" if nearest else ""
+        return f"{where}: unknown key{hint}; allowed: {', '.join(map(_shown, keys))}"
+    if fault["type"] == "literal_error":
+        allowed = fault["ctx"]["expected"].replace("'", '"').replace(" or ", ", ")
+    elif fault["type"] == "value_error":
+        allowed = str(fault["ctx"]["error"])
+    else:
+        allowed = _ALLOWED.get(fault["type"], fault["msg"])
+    remedy = "; leave the key out for the default" if fault["input"] == "auto" else ""
+    return f"{where}: got {_shown(fault['input'])}, allowed: {allowed}{remedy}"
+
+
+def _shown(value: object) -> str:
+    """``value`` as the user wrote it in JSON, shortened."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."

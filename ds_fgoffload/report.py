@@ -1,0 +1,111 @@
+"""The table of what was moved: counts of all ranks in, text out."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_fgoffload.pool import HostPoolStats
+from ds_fgoffload.stats import OffloadStats, UnitStats
+
+_WIDTH = 140
+_BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept")
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """What one rank counted."""
+
+    rank: int
+    offload: OffloadStats
+    pool: HostPoolStats
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {"rank": self.rank, **asdict(self.offload), **{f"pool_{k}": v for k, v in asdict(self.pool).items()}}
+
+
+def render(ranks: Sequence[RankCounts]) -> str:
+    """One row per rank and unit, a row of sums per rank, and a sentence about each unit that did nothing useful."""
+    table = Table(title="fine_grained_offload: bytes since attaching", title_justify="left")
+    for name in ("rank", "unit", "calls", *_BYTES_COLUMNS, "late"):
+        table.add_column(name, justify="left" if name in ("rank", "unit") else "right")
+    for counts in ranks:
+        for unit, stats in counts.offload.units.items():
+            table.add_row(str(counts.rank), shown(unit), str(stats.calls), *_cells(stats))
+        table.add_row(str(counts.rank), "all units", "", *_cells(counts.offload), style="bold", end_section=True)
+    console = Console(file=io.StringIO(), width=_WIDTH)
+    console.print(table)
+    for line in _remarks(ranks):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    text = console.file
+    assert isinstance(text, io.StringIO)
+    return text.getvalue()
+
+
+def shown(unit: str) -> str:
+    """The name to show for a unit; the root of the model has none of its own."""
+    return unit or "(whole model)"
+
+
+def human(size_bytes: int) -> str:
+    """``size_bytes`` in the unit that keeps it short."""
+    size = float(size_bytes)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or suffix == "GiB":  # noqa: PLR2004
+            return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
+        size /= 1024
+    raise AssertionError
+
+
+def _cells(stats: UnitStats | OffloadStats) -> list[str]:
+    sizes = (
+        stats.saved_bytes,
+        stats.offloaded_bytes,
+        stats.reloaded_bytes,
+        stats.used_in_place_bytes,
+        stats.held_bytes,
+        stats.kept_bytes,
+    )
+    return [*(human(size) if size else "-" for size in sizes), str(stats.late_reloads or "-")]
+
+
+def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
+    remarks = []
+    for counts in ranks:
+        pool = counts.pool
+        remarks.append(
+            f"rank {counts.rank}: host pool {human(pool.pinned_bytes)} pinned, peak {human(pool.peak_leased_bytes)} leased, "
+            f"limit {human(pool.limit_bytes)}; {human(counts.offload.live_host_bytes)} on the host now"
+        )
+        if counts.offload.skipped:
+            reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.offload.skipped.items()))
+            remarks.append(f"rank {counts.rank}: saved tensors left on the device, by reason: {reasons}")
+    return remarks + _idle_units(ranks)
+
+
+def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
+    remarks = []
+    units: dict[str, list[UnitStats]] = {}
+    for counts in ranks:
+        for name, stats in counts.offload.units.items():
+            units.setdefault(name, []).append(stats)
+    for name, all_stats in units.items():
+        saved = sum(stats.saved_bytes for stats in all_stats)
+        offloaded = sum(stats.offloaded_bytes for stats in all_stats)
+        held = sum(stats.held_bytes for stats in all_stats)
+        skipped = sum((stats.skipped for stats in all_stats), Counter[str]())
+        if not any(stats.calls for stats in all_stats):
+            remarks.append(f"unit {shown(name)} saved nothing: it was never called with gradients enabled")
+        elif not saved:
+            why = ", ".join(f"{reason} {n}" for reason, n in skipped.items()) or "nothing in it saves tensors for backward"
+            remarks.append(f"unit {shown(name)} saved nothing that may be offloaded ({why})")
+        elif offloaded and held == offloaded:
+            remarks.append(f"unit {shown(name)} freed nothing: something else held every storage until backward")
+    return remarks

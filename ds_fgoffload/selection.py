@@ -1,0 +1,275 @@
+"""Which modules are units: turns the patterns of the configuration into modules, before any tensor is saved.
+
+A pattern is matched against the full names of ``model.named_modules()``:
+
+=================  ====================================================================================================
+``layers.*.mlp``   a shell glob over the whole name; ``*`` also crosses dots
+``re:...``         a regular expression that the whole name must match
+``class:Name``     the class name, or the qualified ``module.Name``; also globs
+=================  ====================================================================================================
+
+Rules:
+
+1. The outermost match of a pattern is the unit. What lies below it belongs to it, so ``layers.*`` means the layers and
+   not everything inside them, and ``*`` means the whole model as one unit.
+2. Two different patterns may select modules that lie inside each other. Each is a unit then, and a tensor belongs to
+   the innermost one.
+3. ``exclude`` wins: an excluded module, and all below it, is not offloaded, also inside a unit.
+4. A module that is never called cannot be a unit (``ModuleList``, ``ModuleDict``: they have no ``forward``). A pattern
+   that matches one means the modules in it, so ``layers``, ``layers*`` and ``layers.*`` are the same.
+5. A module with several names (tied) is one unit, under the first of them. A pattern may use any; it is excluded if it
+   is excluded, or lies below an excluded module, under any.
+6. A pattern that matches nothing on any rank is an error, and so is a selection of which nothing is left.
+
+Matching needs this rank's modules and the check needs every rank's :class:`Findings`, because pipeline stages hold
+different layers: :func:`match`, then gather, then :func:`check`. :func:`select` does both for a single process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from ds_fgoffload.config import SECTION
+from ds_fgoffload.errors import OffloadConfigError
+
+_Named: TypeAlias = tuple[str, nn.Module]
+_Test: TypeAlias = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The units of this rank, in the order of ``named_modules()``."""
+
+    units: dict[str, nn.Module]
+    """Name to module."""
+
+    excluded: dict[str, nn.Module]
+    """The outermost excluded modules inside some unit, as far as they are called: tensors saved in them stay put."""
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A pattern that matches nothing on this rank."""
+
+    key: str
+    pattern: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one rank's matching says about the patterns: small, picklable, to be gathered for :func:`check`."""
+
+    faults: tuple[str, ...]
+    unmatched: tuple[Unmatched, ...]
+    names: tuple[str, ...]
+    """If something is unmatched: a name of each shape here (``layers.3.mlp`` and ``layers.4.mlp`` have one shape)."""
+    classes: tuple[str, ...]
+    """The same for class names."""
+    selected: int
+    units: int
+
+
+def select(root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = ()) -> Selection:
+    """The selection in a single process. Raises :class:`OffloadConfigError`."""
+    selection, findings = match(root, modules, exclude)
+    check([findings])
+    return selection
+
+
+def match(root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = ()) -> tuple[Selection, Findings]:
+    """This rank's selection, and what :func:`check` must hear of it. Raises nothing for a bad pattern."""
+    named = list(root.named_modules(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, module in named:
+        first.setdefault(id(module), name)
+    faults: list[str] = []
+    unmatched: list[Unmatched] = []
+    selected: set[int] = set()
+    barred: set[int] = set()
+    for key, patterns in (("modules", modules), ("exclude", exclude)):
+        for pattern in patterns:
+            try:
+                test = _compile(pattern)
+            except ValueError as error:
+                faults.append(f"{SECTION}.{key}: {error}")
+                continue
+            hits = [(name, module) for name, module in named if test(name, module)]
+            if key == "exclude":
+                found = {id(module) for _, module in hits}
+                barred |= found
+            else:
+                found = {id(module) for _, module in _outermost_called(_at_or_below(named, hits))}
+                selected |= found
+            if not found:
+                unmatched.append(Unmatched(key, pattern, _remedy(pattern, named)))
+
+    out = _at_or_below(named, [entry for entry in named if id(entry[1]) in barred])
+    left = selected - {id(module) for _, module in out}
+    tops = [entry for entry in named if id(entry[1]) in left]
+    units = {first[id(module)]: module for _, module in tops}
+    inside = _at_or_below(named, tops)
+    off = _at_or_below(inside, [entry for entry in inside if id(entry[1]) in barred])
+    excluded = {first[id(module)]: module for _, module in _outermost_called(off)}
+    return Selection(units, excluded), Findings(
+        faults=tuple(faults),
+        unmatched=tuple(unmatched),
+        names=_one_per_shape([name for name, _ in named]) if unmatched else (),
+        classes=tuple({type(module).__name__: None for _, module in named}) if unmatched else (),
+        selected=len(selected),
+        units=len(units),
+    )
+
+
+def check(findings: Sequence[Findings]) -> None:
+    """Raises one :class:`OffloadConfigError` that names every faulty pattern, given the findings of all ranks."""
+    lines = list(dict.fromkeys(fault for rank in findings for fault in rank.faults))
+    assert findings
+    everywhere = set.intersection(*({(u.key, u.pattern) for u in rank.unmatched} for rank in findings))
+    remedies: dict[tuple[str, str], str] = {}
+    for rank in findings:
+        for u in rank.unmatched:
+            if (u.key, u.pattern) in everywhere:
+                remedies[u.key, u.pattern] = remedies.get((u.key, u.pattern)) or u.remedy
+    if remedies:
+        names = _one_per_shape([name for rank in findings for name in rank.names])
+        classes = tuple(dict.fromkeys(name for rank in findings for name in rank.classes))
+        for (key, pattern), remedy in remedies.items():
+            near = nearest(pattern, names, classes)
+            hint = "nearest: " + ", ".join(f'"{name}"' for name in near) if near else "no name is near"
+            lines.append(f'{SECTION}.{key}: pattern "{pattern}" matches no module ({hint}){remedy}')
+    if not lines and any(rank.selected for rank in findings) and not any(rank.units for rank in findings):
+        lines.append(f'{SECTION}.exclude: excludes every module that "modules" selects; narrow one or the other')
+    if lines:
+        raise OffloadConfigError("\n".join(lines))
+
+
+def nearest(pattern: str, names: Sequence[str], classes: Sequence[str], count: int = 3) -> list[str]:
+    """The ``count`` names (classes, for a ``class:`` pattern) most like ``pattern``, each of another shape."""
+    prefix = "class:" if pattern.startswith("class:") else ""
+    wanted = _shape(_spelled(pattern.removeprefix(prefix)))
+    if prefix:
+        wanted = wanted.rpartition(".")[2]
+    parts = wanted.count(".") + 1
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(wanted)
+    scored = []
+    for name in classes if prefix else names:
+        shape = _shape(name)
+        # A pattern often lacks the beginning of the name ("layers.0.mlp" for "model.layers.0.mlp"), so that the end of
+        # a name counts too, a little less.
+        for text, worth in {shape: 1.0, ".".join(shape.split(".")[-parts:]): 0.95}.items():
+            matcher.set_seq1(text)
+            if matcher.real_quick_ratio() >= _NEAR and matcher.quick_ratio() >= _NEAR:
+                scored.append((-worth * matcher.ratio(), name))
+    found: dict[str, str] = {}
+    for score, name in sorted(scored):
+        if -score >= _NEAR and len(found) < count:
+            found.setdefault(re.sub(r"\d+", "#", name), prefix + name)
+    return list(found.values())
+
+
+_NEAR = 0.6
+
+
+def _compile(pattern: str) -> _Test:
+    """The test for one pattern. Raises ``ValueError`` if it cannot be read."""
+    if pattern.startswith("@"):
+        raise ValueError(
+            f'pattern "{pattern}": aliases are not known to this version; '
+            f'write the module\'s own name, such as "*.{pattern[1:] or "mlp"}", or "class:Name"'
+        )
+    if pattern in {"", "re:", "class:"}:
+        raise ValueError(f'pattern "{pattern}" is empty; write a name, a glob, "re:..." or "class:Name"')
+    if pattern.startswith("re:"):
+        try:
+            expression = re.compile(pattern[3:]).fullmatch
+        except re.error as error:
+            raise ValueError(f'pattern "{pattern}" is not a regular expression: {error}') from None
+        return lambda name, _: expression(name) is not None
+    if pattern.startswith("class:"):
+        glob = _glob(pattern[6:])
+        known: dict[type, bool] = {}
+
+        def of_class(_: str, module: nn.Module) -> bool:
+            cls = type(module)
+            if cls not in known:
+                known[cls] = glob(cls.__name__) or glob(f"{cls.__module__}.{cls.__qualname__}")
+            return known[cls]
+
+        return of_class
+    glob = _glob(pattern)
+    return lambda name, _: glob(name)
+
+
+def _glob(pattern: str) -> Callable[[str], bool]:
+    test = re.compile(fnmatch.translate(pattern)).match
+    return lambda text: test(text) is not None
+
+
+def _is_called(module: nn.Module) -> bool:
+    """False for a container that defines no ``forward``: hooks on it would never run."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _at_or_below(named: Sequence[_Named], tops: Sequence[_Named]) -> list[_Named]:
+    """The entries of ``named`` that are one of ``tops`` or lie below one; both are depth first."""
+    names = {name for name, _ in tops}
+    region: list[_Named] = []
+    prefix = None
+    for name, module in named:
+        if prefix is None or not name.startswith(prefix):
+            if name not in names:
+                continue
+            prefix = f"{name}." if name else ""
+        region.append((name, module))
+    return region
+
+
+def _outermost_called(region: Sequence[_Named]) -> list[_Named]:
+    found: list[_Named] = []
+    prefix = None
+    for name, module in region:
+        if (prefix is None or not name.startswith(prefix)) and _is_called(module):
+            prefix = f"{name}." if name else ""
+            found.append((name, module))
+    return found
+
+
+def _remedy(pattern: str, named: Sequence[_Named]) -> str:
+    """What to write instead of a pattern that matches nothing, where that is plain."""
+    if pattern.startswith(("re:", "class:")):
+        return ""
+    exact, deeper = _glob(pattern), _glob(f"*.{pattern}")
+    for name, module in named:
+        if exact(name):
+            return f'; "{name}" is a {type(module).__name__}, which is never called, and holds no module that is'
+    return f'; to match at any depth write "*.{pattern}"' if any(deeper(name) for name, _ in named) else ""
+
+
+def _shape(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
+
+
+def _spelled(pattern: str) -> str:
+    """A pattern as the name it might stand for: wildcards in place of numbers become numbers, others go."""
+    text = pattern
+    if text.startswith("re:"):
+        text = re.sub(r"\\d[+*]?|\.[*+]|\[[^]]*\][+*]?", "*", text[3:]).replace("\\", "")
+    text = re.sub(r"(?<![^.])[*?]+(?![^.])", "0", re.sub(r"\[[^]]*\]", "*", text))
+    return re.sub(r"[*?()|^$]", "", text.removeprefix("0."))
+
+
+def _one_per_shape(names: Sequence[str]) -> tuple[str, ...]:
+    shapes: dict[str, str] = {}
+    for name in names:
+        if name:
+            shapes.setdefault(_shape(name), name)
+    return tuple(shapes.values())

@@ -1,0 +1,79 @@
+"""What was counted: bytes and events per unit, summed for the attachment. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+_SUMMED = (
+    "saved_bytes",
+    "offloaded_bytes",
+    "reloaded_bytes",
+    "kept_bytes",
+    "recomputed_bytes",
+    "held_bytes",
+    "used_in_place_bytes",
+    "late_reloads",
+)
+
+
+@dataclass
+class UnitStats:
+    """Counts of one unit since it was attached; every distinct saved storage counts once.
+
+    ``saved_bytes = offloaded_bytes + kept_bytes``, and once all graphs are gone ``offloaded_bytes`` is the sum of
+    ``reloaded_bytes``, ``held_bytes``, ``used_in_place_bytes`` and what graphs that nobody ran backward dropped.
+    """
+
+    calls: int = 0
+    """Scopes opened: calls of the unit with gradients enabled."""
+    saved_bytes: int = 0
+    """Bytes of the storages saved for backward that were eligible for offloading."""
+    offloaded_bytes: int = 0
+    """Bytes copied to the host."""
+    reloaded_bytes: int = 0
+    """Bytes copied back to the device."""
+    kept_bytes: int = 0
+    """Eligible bytes that stayed on the device: kept by the plan, or because the host pool was full."""
+    recomputed_bytes: int = 0
+    """Bytes made again in backward instead of being kept."""
+    held_bytes: int = 0
+    """Bytes copied whose device memory was never freed, because something else held the storage until backward."""
+    used_in_place_bytes: int = 0
+    """Bytes copied that backward needed before their device memory was due to be released."""
+    late_reloads: int = 0
+    """Reloads that were begun only when backward already needed the storage."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Saved tensors that were not eligible, by reason."""
+
+
+@dataclass
+class OffloadStats:
+    """Cumulative counts of one attachment on this rank; bytes unless the name says otherwise. See :class:`UnitStats`."""
+
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+    held_bytes: int = 0
+    used_in_place_bytes: int = 0
+    late_reloads: int = 0
+    live_host_bytes: int = 0
+    """Bytes on lease from the host pool at this moment, for graphs that are still alive."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    units: dict[str, UnitStats] = field(default_factory=dict)
+    """By the unit's name in ``named_modules()``; a unit that was never called is there with zeros."""
+
+
+def total(units: dict[str, UnitStats], live_host_bytes: int) -> OffloadStats:
+    """A snapshot of ``units`` with their sums; later counting does not change it."""
+    stats = OffloadStats(live_host_bytes=live_host_bytes)
+    for name, unit in units.items():
+        copy = UnitStats(**{f.name: getattr(unit, f.name) for f in fields(UnitStats)})
+        copy.skipped = Counter(unit.skipped)
+        stats.units[name] = copy
+        stats.skipped.update(unit.skipped)
+        for key in _SUMMED:
+            setattr(stats, key, getattr(stats, key) + getattr(unit, key))
+    return stats

@@ -1,0 +1,161 @@
+"""Order on the device: streams, fences, copies and memory of one device, behind one interface.
+
+Nothing else in the package talks to the accelerator. Every wait here is a wait of one stream for another: the host is
+never blocked by it. On a device whose work is synchronous (CPU) streams and fences are ``None`` and the copies are done
+when :meth:`Streams.copy` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+class Fence(NamedTuple):
+    """A point on a stream; whoever waits for it comes after everything that was queued there before."""
+
+    stream: Any
+    number: int
+    event: Any
+
+
+def latest(fences: tuple[Fence, ...]) -> tuple[Fence, ...]:
+    """One fence per stream, the last: on one stream a later fence implies the earlier ones."""
+    if len(fences) < 2:
+        return fences
+    last: dict[Any, Fence] = {}
+    for fence in fences:
+        known = last.get(fence.stream)
+        if known is None or known.number < fence.number:
+            last[fence.stream] = fence
+    return tuple(last.values())
+
+
+class Streams(Protocol):
+    """What the package needs of a device."""
+
+    device: torch.device
+    synchronous: bool
+    """True if every operation has ended when its call returns; then nothing is gained by releasing memory late."""
+    d2h: Any
+    h2d: Any
+
+    def compute(self) -> Any:
+        """The stream on which the caller's kernels are queued now."""
+
+    def fence(self, stream: Any) -> Fence | None:
+        """Marks the present end of ``stream``."""
+
+    def wait(self, stream: Any, fence: Fence | None) -> None:
+        """Work queued on ``stream`` from now on comes after ``fence``."""
+
+    def synchronize(self, fence: Fence | None) -> None:
+        """Blocks the host until ``fence`` is reached. Not to be used inside a step."""
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy of equally long one-dimensional uint8 tensors on ``stream``."""
+
+    def allocate(self, stream: Any, size_bytes: int) -> torch.Tensor:
+        """Device memory (uint8, one-dimensional) out of the allocator's pool for ``stream``."""
+
+
+class SynchronousStreams:
+    """CPU, and any device that has no streams: real copies, done at once."""
+
+    synchronous = True
+    d2h = None
+    h2d = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def compute(self) -> None:
+        return None
+
+    def fence(self, stream: Any) -> None:
+        return None
+
+    def wait(self, stream: Any, fence: Fence | None) -> None:
+        pass
+
+    def synchronize(self, fence: Fence | None) -> None:
+        pass
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source)
+
+    def allocate(self, stream: Any, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+
+class AcceleratorStreams:
+    """A device with streams, through DeepSpeed's accelerator interface (CUDA, ROCm, XPU, NPU alike)."""
+
+    synchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        accelerator = get_accelerator()
+        self.device = device
+        self._current_stream = accelerator.current_stream
+        self._on = accelerator.stream
+        self._event = accelerator.Event
+        with accelerator.device(device.index):
+            self.d2h = accelerator.Stream()
+            self.h2d = accelerator.Stream()
+        self._count = 0
+
+    def compute(self) -> Any:
+        return self._current_stream(self.device.index)
+
+    def fence(self, stream: Any) -> Fence:
+        event = self._event()
+        event.record(stream)
+        self._count += 1
+        return Fence(stream, self._count, event)
+
+    def wait(self, stream: Any, fence: Fence | None) -> None:
+        if fence is not None and fence.stream != stream:
+            stream.wait_event(fence.event)
+
+    def synchronize(self, fence: Fence | None) -> None:
+        if fence is not None:
+            fence.event.synchronize()
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with self._on(stream):
+            destination.copy_(source, non_blocking=True)
+
+    def allocate(self, stream: Any, size_bytes: int) -> torch.Tensor:
+        if stream == self.compute():
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        with self._on(stream):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+
+def accelerator_device() -> torch.device:
+    """The device that this process computes on."""
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    return torch.device("cpu") if name == "cpu" else torch.device(name, accelerator.current_device())
+
+
+def make_streams(device: torch.device) -> Streams:
+    """The streams of ``device``."""
+    return SynchronousStreams(device) if get_accelerator().is_synchronized_device() else AcceleratorStreams(device)
+
+
+def allocate_host(size_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Host memory (uint8, one-dimensional), page-locked through the accelerator if ``pinned``.
+
+    Raises whatever the accelerator raises if the system refuses.
+    """
+    if not pinned:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+    accelerator = get_accelerator()
+    if hasattr(accelerator, "pin_empty"):  # absent before DeepSpeed 0.19; it spares a pageable copy of the same size
+        memory: torch.Tensor = accelerator.pin_empty(size_bytes, dtype=torch.uint8)
+    else:
+        memory = accelerator.pin_memory(torch.empty(size_bytes, dtype=torch.uint8))
+    return memory
