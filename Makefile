@@ -9,17 +9,17 @@ TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
 PIP_FLAGS ?=
 TEST_FLAGS ?= -n 2
-DEMO_STEPS ?= 30
+DEMO_STEPS ?= 20
 
 ifeq ($(strip $(VENV)),)
-PY := $(PYTHON)
-STAMP := build/setup.stamp
+PY := $(shell command -v $(PYTHON))
+STAMP := build/setup$(subst /,-,$(PY)).stamp
 else
 PY := $(abspath $(VENV))/bin/python
 STAMP := $(abspath $(VENV))/.setup.stamp
-# DeepSpeed looks for ninja on PATH when it builds its communication op for CPU.
-export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
+# DeepSpeed looks for ninja on PATH when it builds its communication op for CPU.
+export PATH := $(dir $(PY)):$(PATH)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,20 @@ from ds_fgoffload.streams import accelerator_device
 from ds_fgoffload.transfer import transfer_on
 
 _ATTRIBUTE = "_ds_fgoffload"
-_attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
+_tallies: list[Tally] = []
+
+
+class Tally:
+    """What an attachment has counted; stays when the attachment is gone, and keeps no engine alive."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = weakref.ref(attachment)
+        self.last = OffloadStats()
+
+    def stats(self) -> OffloadStats:
+        """The counts of now, or of the attachment's end."""
+        attachment = self._attachment()
+        return self.last if attachment is None else attachment.stats()
 
 
 class Attachment:
@@ -56,6 +69,8 @@ class Attachment:
         self._leave_pool = weakref.finalize(self, pool.remove_user)
         itself = weakref.ref(self)
         adapter.on_destroy(lambda: _detach_if_there(itself()))
+        self._tally = Tally(self)
+        _tallies.append(self._tally)
 
     def stats(self) -> OffloadStats:
         """Counts of this rank since attaching, also after :meth:`detach`."""
@@ -76,10 +91,13 @@ class Attachment:
         self._hooks.remove()
         self._adapter.release()
         self._leave_pool()
-        _attached.discard(self)
         target = self._target()
         if target is not None:
             target.__dict__.pop(_ATTRIBUTE, None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_tally"):  # else it was never made
+            self._tally.last = self.stats()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
         # a copy of the module is not attached
@@ -109,7 +127,9 @@ def attach(
     """
     adapter = adapt(target)
     if get(target) is not None:
-        msg = f"offloading is attached to this {type(target).__name__} already: call detach() on ds_fgoffload.get() first"
+        msg = (
+            f"offloading is attached to this {type(target).__name__} already: call detach() on ds_fgoffload.get() first"
+        )
         raise OffloadStateError(msg)
     section = adapter.section() if config is None else _section_of(config)
     if section is None:
@@ -119,7 +139,6 @@ def attach(
     parsed = parse_config(section)
     attachment = Attachment(target, adapter, parsed)
     target.__dict__[_ATTRIBUTE] = attachment
-    _attached.add(attachment)
     return attachment
 
 
@@ -128,9 +147,9 @@ def get(target: nn.Module) -> Attachment | None:
     return target.__dict__.get(_ATTRIBUTE)
 
 
-def attachments() -> list[Attachment]:
-    """All that are attached in this process."""
-    return list(_attached)
+def tallies() -> Sequence[Tally]:
+    """One for each attachment that this process has made, in that order."""
+    return _tallies
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -147,7 +166,8 @@ def initialize_with(deepspeed_initialize: Callable[..., Any], *args: Any, **kwar
     made: tuple[Any, Any, Any, Any] = deepspeed_initialize(*args, **kwargs)
     engine = made[0]
     section = find_section(engine.config)
-    if section is not None and parse_config(section).enabled:
+    attached_below = get(engine) is not None  # by an initialize that ds_fgoffload.run has put in place
+    if section is not None and parse_config(section).enabled and not attached_below:
         attach(engine, section)
     return made
 

@@ -38,12 +38,28 @@ EMPTY = "empty"
 """No elements, or a storage without memory."""
 
 _LINKS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "ToCopy T View Transpose Permute UnsafeView Expand ReshapeAlias Alias Slice Select Split SplitWithSizes Unbind "
-        "Squeeze Unsqueeze AsStrided"
-    ).split()
-) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "UnbindBackward0"}
+    {
+        "AliasBackward0",
+        "AsStridedBackward0",
+        "ExpandBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SqueezeBackward2",
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "UnbindBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    }
+)
 """Nodes through which a parameter is still the same parameter, of which each has one input."""
 
 _LONGEST_LINK = 8
@@ -73,7 +89,7 @@ class Eligibility:
         parameters, buffers = _tensors(self._root)
         self._owners = {buffer.untyped_storage()._cdata: (buffer, BUFFER) for buffer in buffers if _has_storage(buffer)}
         for parameter in parameters:
-            if not hasattr(parameter, "ds_id") and _has_storage(parameter):
+            if _has_storage(parameter):
                 self._owners[parameter.untyped_storage()._cdata] = (parameter, PARAMETER)
         known = [(parameter, parameter.requires_grad) for parameter in parameters]
         # Not "!=" on the lists: tensors compare by element.
@@ -81,12 +97,12 @@ class Eligibility:
             self._subtrees.clear()
         self._parameters = known  # held until the next call, so that no id above can stand for another parameter
 
-    def skip_reason(self, tensor: torch.Tensor, unit: nn.Module) -> str | None:
+    def skip_reason(self, tensor: torch.Tensor, unit: nn.Module) -> str | None:  # noqa: PLR0911
         """Why ``tensor``, saved in ``unit``, must stay on the device; ``None`` if it may leave."""
         # Called for every saved tensor, so the cheap questions come first.
         if type(tensor) is not torch.Tensor:
-            return PARAMETER if isinstance(tensor, nn.Parameter) else SUBCLASS
-        if tensor.device != self._device and not self._is_same_device(tensor.device):
+            return PARAMETER if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter) else SUBCLASS
+        if tensor.device != self._device and not _is_same_device(tensor.device, self._device):
             return OTHER_DEVICE
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return NOT_STRIDED
@@ -110,9 +126,6 @@ class Eligibility:
             return PARAMETER
         return PARAMETER if isinstance(tensor._base, nn.Parameter) else None
 
-    def _is_same_device(self, device: torch.device) -> bool:
-        return self._device.index is None and device.type == self._device.type
-
     def _is_unlinked_parameter(self, tensor: torch.Tensor, address: int, unit: nn.Module) -> bool:
         if isinstance(tensor._base, nn.Parameter) or hasattr(tensor, "ds_id"):
             return True
@@ -124,6 +137,11 @@ class Eligibility:
             if dtypes is not None and dtypes != {tensor.dtype}:
                 return True
         return any(parameter.untyped_storage()._cdata == address for parameter in subtree.swapped)
+
+
+def _is_same_device(one: torch.device, other: torch.device) -> bool:
+    """A device without index ("cuda") means any of its kind; there is just one CPU."""
+    return one.type == other.type and None in {one.index, other.index}
 
 
 def _leads_to_parameter(node: Any) -> bool:
@@ -151,15 +169,15 @@ def _tensors(root: nn.Module) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
             continue
         seen.add(module)
         # values(), because ZeRO-3's own dictionary gathers the parameters that are looked up by name
-        parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
-        buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
-        modules.extend(child for child in module._modules.values() if child is not None)
+        parameters.update((id(p), p) for p in module._parameters.values() if p is not None)  # noqa: SLF001
+        buffers.update((id(b), b) for b in module._buffers.values() if b is not None)  # noqa: SLF001
+        modules.extend(child for child in module._modules.values() if child is not None)  # noqa: SLF001
     return list(parameters.values()), list(buffers.values())
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """False for what has no address that a plain tensor could share: subclasses of several tensors, sparse, meta."""
-    return tensor.layout is torch.strided and not tensor.is_meta and type(tensor) in _PLAIN
+    """False for what has no address that a plain tensor could share: subclasses, sparse tensors, lazy parameters."""
+    return tensor.layout is torch.strided and type(tensor) in _PLAIN
 
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})

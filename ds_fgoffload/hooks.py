@@ -46,7 +46,8 @@ class ModuleHooks:
         self._offloader = offloader
         self._open_calls = _OpenCalls()
         self._handles: list[RemovableHandle] = [
-            root.register_forward_pre_hook(_ModuleHook(self._begin_micro_batch), prepend=True)
+            root.register_forward_pre_hook(_ModuleHook(self._begin_micro_batch), prepend=True),
+            root.register_forward_hook(_ModuleHook(self._end_micro_batch)),
         ]
         for name, module in hooked.items():
             self._handles.append(module.register_forward_pre_hook(_ModuleHook(partial(self._enter, name))))
@@ -58,16 +59,20 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._close_all()
 
     def _begin_micro_batch(self, _root: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
         # Calls are still open here only if the last forward was left by something that module hooks do not see,
         # such as KeyboardInterrupt.
-        while self._open_calls.stack:
-            self._close(self._open_calls.stack.pop())
+        self._close_all()
         if torch.is_grad_enabled() and not _in_backward():
             self._offloader.begin_micro_batch()
+
+    def _end_micro_batch(self, _root: nn.Module, _arguments: object, output: object) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _in_backward():
+            self._offloader.watch_backward(output)
 
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -94,6 +99,10 @@ class ModuleHooks:
             self._close(call)
             if call.module is module:
                 return
+
+    def _close_all(self) -> None:
+        while self._open_calls.stack:
+            self._close(self._open_calls.stack.pop())
 
     def _close(self, call: _OpenCall) -> None:
         if call.hooks is not None:
@@ -129,5 +138,5 @@ def _in_backward() -> bool:
 
 def _hooks_allowed() -> bool:
     # torch.func transforms forbid saved-tensor hooks while they run
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 

@@ -17,19 +17,23 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
-        """This view over the storage of ``memory``.
+        """This view over ``memory``, which holds the bytes of the storage.
 
-        It shares ``memory``'s version counter, so that a change made through one view is seen before the next is used.
+        ``memory`` is a tensor over that very storage, or a one-dimensional uint8 tensor of its bytes. What is returned
+        shares its version counter, so that a change made through one view is seen before the next is used.
         """
-        if memory.dtype != self.dtype:
-            size_bytes = memory.untyped_storage().nbytes()
-            elements = memory.as_strided((size_bytes // memory.itemsize,), (1,), 0)
-            memory = elements.view(torch.uint8)[: size_bytes // self.dtype.itemsize * self.dtype.itemsize]
-            memory = memory.view(self.dtype)
-        return memory.as_strided(self.size, self.stride, self.offset)
+        if memory.dtype is self.dtype:
+            return memory.as_strided(self.size, self.stride, self.offset)
+        itemsize = self.dtype.itemsize
+        if memory.dtype is not torch.uint8:
+            elements = memory.untyped_storage().nbytes() // memory.itemsize
+            memory = memory.as_strided((elements,), (1,), 0).view(torch.uint8)
+        whole = memory.numel() // itemsize * itemsize
+        memory = (memory if whole == memory.numel() else memory[:whole]).view(self.dtype)
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,20 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from deepspeed.utils import logger
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.layout import Layout
-from ds_fgoffload.plan import Plan
+from ds_fgoffload.parcel import Death, Parcel, State
+from ds_fgoffload.plan import Action, Plan, Site
 from ds_fgoffload.pool import HostPool
-from ds_fgoffload.saved import Death, KeptTensor, SavedStorage, SavedView, State
+from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.schedule import Act, Schedule, Verb
 from ds_fgoffload.scope import Scope
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
@@ -28,6 +31,11 @@ from ds_fgoffload.transfer import Transfer
 
 EXCLUDED = "excluded"
 HOST_FULL = "host_full"
+
+ALONE_BYTES = 1 << 20
+"""A storage of this size or more travels alone: copies of 1 MiB already run at nine tenths of the link's rate."""
+PARCEL_BYTES = 16 << 20
+"""A parcel of smaller ones is sent off at the latest when it has this size."""
 
 
 class Offloader:
@@ -54,6 +62,7 @@ class Offloader:
         raise_when_full: bool,
     ) -> None:
         self._eligibility = eligibility
+        self._plan = plan
         self._transfer = transfer
         self._pool = pool
         self._raise_when_full = raise_when_full
@@ -62,7 +71,7 @@ class Offloader:
         self._unit_stats = {name: UnitStats() for name in units}
         self._excluded_stats = {name: UnitStats() for name in excluded}
         self._deaths: deque[Death] = deque()
-        self._storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self._parcels: dict[int, weakref.ref[Parcel]] = {}
         self._by_identity: dict[int, weakref.ref[SavedStorage]] = {}
         self._live_host_bytes = 0
         self._last_key = 0
@@ -74,10 +83,19 @@ class Offloader:
         """The forward of a micro-batch begins: calls are counted anew, and parameters may have moved."""
         with self._lock:
             self._bury()
+            self._by_identity = {key: ref for key, ref in self._by_identity.items() if ref() is not None}
             self._micro_batch += 1
             self._calls.clear()
             self._eligibility.refresh()
+            self._transfer.compute()
             self._schedule.micro_batch_began()
+
+    def watch_backward(self, output: object) -> None:
+        """The forward of a micro-batch has returned ``output``: its backward begins at one of the tensors in it."""
+        began = partial(self._backward_began, self._micro_batch)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(began)
 
     def open_scope(self, unit: str, module: nn.Module) -> Scope:
         """A unit, or an excluded module inside one, is called with gradients enabled."""
@@ -90,7 +108,9 @@ class Offloader:
             return Scope(unit, module, stats, self._micro_batch, call, excluded=excluded)
 
     def close_scope(self, scope: Scope) -> None:
+        """The call has returned or raised: what still waits to be packed is sent off."""
         with self._lock:
+            self._send_waiting(scope)
             self._schedule.scope_closed(scope.saved_bytes)
 
     def pack(self, scope: Scope, tensor: torch.Tensor) -> SavedView | KeptTensor:
@@ -100,20 +120,16 @@ class Offloader:
             if reason is not None:
                 scope.stats.skipped[reason] += 1
                 return KeptTensor(tensor)
-            self._bury()
             site = scope.next_site()
             storage = self._saved_before(tensor)
-            if storage is not None:
-                self._schedule.saved_again(storage.key)
-                return SavedView(storage, Layout.of(tensor))
-            self._last_key += 1
-            storage = SavedStorage(self._last_key, tensor, scope.stats, self._transfer, self._deaths)
-            self._storages[storage.key] = self._by_identity[storage.identity] = weakref.ref(storage)
-            scope.stats.saved_bytes += storage.size_bytes
-            scope.saved_bytes += storage.size_bytes
-            self._carry_out(self._schedule.saved(storage.key, site, storage.size_bytes, scope.micro_batch))
-            if storage.state is State.RESIDENT:
-                scope.stats.kept_bytes += storage.size_bytes
+            if storage is None:
+                storage = SavedStorage(tensor, self._transfer.compute())
+                self._by_identity[storage.identity] = weakref.ref(storage)
+                self._send(scope, storage, site)
+            else:
+                self._transfer.compute()  # this stream will read it, too
+                if storage.parcel is not None:
+                    self._schedule.saved_again(storage.parcel.key)
             return SavedView(storage, Layout.of(tensor))
 
     def unpack(self, packed: SavedView | KeptTensor) -> torch.Tensor:
@@ -122,12 +138,15 @@ class Offloader:
         Raises:
             RuntimeError: it was changed in place since it was saved.
         """
-        if isinstance(packed, KeptTensor):
+        if type(packed) is KeptTensor:
             return packed.tensor()
+        assert type(packed) is SavedView
         with self._lock:
-            self._bury()
             storage = packed.storage
-            self._carry_out(self._schedule.needed(storage.key), needed=storage)
+            parcel = storage.parcel
+            # Once it was needed, the schedule has nothing to add, unless memory has become free meanwhile.
+            if parcel is not None and (self._deaths or not parcel.accounted or parcel.state is State.ON_HOST):
+                self._need(parcel)
             return storage.view(packed.layout)
 
     def stats(self) -> OffloadStats:
@@ -136,45 +155,104 @@ class Offloader:
             self._bury()
             return total(self._unit_stats, self._live_host_bytes)
 
+    def _backward_began(self, micro_batch: int, _gradients: tuple[torch.Tensor, ...]) -> None:
+        with self._lock:
+            self._bury()
+            self._carry_out(self._schedule.backward_began(micro_batch))
+
     def _saved_before(self, tensor: torch.Tensor) -> SavedStorage | None:
         found = self._by_identity.get(tensor.untyped_storage()._cdata)
         storage = None if found is None else found()
         return storage if storage is not None and storage.covers(tensor) else None
 
-    def _carry_out(self, acts: list[Act], *, needed: SavedStorage | None = None) -> None:
+    def _send(self, scope: Scope, storage: SavedStorage, site: Site) -> None:
+        """A storage that nobody had saved: off to the host, alone or packed with others, unless the plan keeps it."""
+        size_bytes = storage.size_bytes
+        scope.stats.saved_bytes += size_bytes
+        scope.saved_bytes += size_bytes
+        if self._plan.action(site) is Action.KEEP:
+            scope.stats.kept_bytes += size_bytes
+        elif size_bytes >= ALONE_BYTES:
+            self._send_parcel(scope, [storage], site)
+        else:
+            if scope.waiting and scope.waiting[0].compute != storage.compute:
+                self._send_waiting(scope)
+            if not scope.waiting:
+                scope.waiting_site = site
+            scope.waiting.append(storage)
+            scope.waiting_bytes += size_bytes
+            if scope.waiting_bytes >= PARCEL_BYTES:
+                self._send_waiting(scope)
+
+    def _send_waiting(self, scope: Scope) -> None:
+        if scope.waiting:
+            assert scope.waiting_site is not None
+            storages, scope.waiting, scope.waiting_bytes = scope.waiting, [], 0
+            self._send_parcel(scope, storages, scope.waiting_site)
+
+    def _send_parcel(self, scope: Scope, storages: list[SavedStorage], site: Site) -> None:
+        self._bury()
+        self._last_key += 1
+        parcel = Parcel(
+            self._last_key,
+            [storage.alias for storage in storages],
+            scope.stats,
+            self._transfer,
+            storages[0].compute,
+            self._deaths,
+        )
+        self._parcels[parcel.key] = weakref.ref(parcel)
+        self._carry_out(self._schedule.saved(parcel.key, site, parcel.size_bytes, scope.micro_batch))
+        if parcel.state is State.RESIDENT:  # no room on the host
+            scope.stats.kept_bytes += parcel.saved_bytes
+            return
+        scope.stats.offloaded_bytes += parcel.saved_bytes
+        for storage, offset in zip(storages, parcel.offsets, strict=True):
+            storage.send_with(parcel, offset)
+
+    def _need(self, parcel: Parcel) -> None:
+        self._bury()
+        if parcel.state is State.COPYING_OUT and not parcel.accounted:
+            parcel.accounted = True
+            parcel.stats.used_in_place_bytes += parcel.saved_bytes
+        acts = self._schedule.needed(parcel.key)
+        # What is needed now is copied before what is needed later.
+        if parcel.state is State.ON_HOST and self._reload(parcel):
+            parcel.stats.late_reloads += 1
+        self._carry_out([act for act in acts if act.key != parcel.key])
+
+    def _carry_out(self, acts: list[Act]) -> None:
         for verb, key in acts:
-            storage = self._storages[key]()
-            if storage is None:  # died since; its death waits to be buried
+            parcel = self._parcels[key]()
+            if parcel is None:  # died since; its death waits to be buried
                 continue
             if verb is Verb.OFFLOAD:
-                self._offload(storage)
+                self._offload(parcel)
             elif verb is Verb.RELEASE:
-                storage.release()
-            elif storage is not needed:
-                # A reload ahead of need must not end the step that has no memory for it: it will come when needed.
+                parcel.release()
+            else:
+                # A reload ahead of need must not end a step that has no memory for it: it will come when needed.
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    self._reload(storage)
-        if needed is not None and needed.state is State.ON_HOST and self._reload(needed):
-            needed.stats.late_reloads += 1
+                    self._reload(parcel)
 
-    def _reload(self, storage: SavedStorage) -> bool:
-        moved = storage.reload()
+    def _reload(self, parcel: Parcel) -> bool:
+        moved = parcel.reload()
         if moved:
-            storage.stats.reloaded_bytes += storage.size_bytes
-        else:
-            storage.stats.held_bytes += storage.size_bytes
-            self._schedule.stays(storage.key)
+            parcel.stats.reloaded_bytes += parcel.saved_bytes
+        elif not parcel.accounted:
+            parcel.stats.held_bytes += parcel.saved_bytes
+            self._schedule.stays(parcel.key)
+        parcel.accounted = True
         return moved
 
-    def _offload(self, storage: SavedStorage) -> None:
-        lease = self._pool.lease(storage.size_bytes)
+    def _offload(self, parcel: Parcel) -> None:
+        lease = self._pool.lease(parcel.size_bytes)
         if lease is not None:
-            storage.offload(lease)
-            storage.stats.offloaded_bytes += storage.size_bytes
-            self._live_host_bytes += storage.size_bytes
+            self._live_host_bytes += parcel.size_bytes  # before anything can fail: its death takes them off
+            parcel.offload(lease)
             return
-        self._schedule.stays(storage.key)
-        storage.stats.skipped[HOST_FULL] += 1
+        self._schedule.stays(parcel.key)
+        parcel.stats.skipped[HOST_FULL] += 1
         refusal = self._pool.last_refusal
         if self._raise_when_full:
             raise HostPoolError(refusal)
@@ -183,12 +261,9 @@ class Offloader:
             logger.warning(f"fine_grained_offload: {refusal}; tensors that find no room stay on the device")
 
     def _bury(self) -> None:
-        """Forgets the storages that died since the last event, wherever and whenever that was."""
+        """Forgets the parcels that died since the last event, wherever and whenever that was."""
         while self._deaths:
             death = self._deaths.popleft()
             self._live_host_bytes -= death.leased_bytes
             self._schedule.died(death.key)
-            del self._storages[death.key]
-            known = self._by_identity.get(death.identity)
-            if known is not None and known() is None:
-                del self._by_identity[death.identity]
+            del self._parcels[death.key]

@@ -48,11 +48,10 @@ class HostPoolStats:
     """Leased bytes before they were rounded up to the alignment."""
     limit_bytes: int
     allocations: int
-    """Slabs taken from the system, cumulative."""
-    hits: int
-    """Leases that needed no slab, cumulative."""
     refused_allocations: int
-    """Slabs that the system refused, cumulative."""
+    """Slabs taken from the system, and those it refused; cumulative."""
+    hits: int
+    """Leases that needed no new slab, cumulative."""
 
 
 class Lease:
@@ -151,7 +150,6 @@ class HostPool:
     def add_user(self) -> None:
         """Someone will lease from now on; slabs are kept for reuse as long as there is a user."""
         with self._lock:
-            self._drain()
             self._users += 1
             self._retains = True
 
@@ -247,8 +245,7 @@ class HostPool:
         """Adds a slab with room for ``size``; if none is to be had, ``last_refusal`` says why."""
         pin = self._settings.pin_memory
         least = self._slab_bytes or (256 << 20 if pin and accelerator_device().type != "cpu" else 16 << 20)
-        cause = "the host pool is full"
-        remedy = "raise host_pool.max_bytes or offload less"
+        cause, remedy = "the host pool is full", "raise host_pool.max_bytes or offload less"
         for slab in slab_sizes(size, least=least, held=self._pinned, limit=self._limit):
             try:
                 memory = self._allocate(slab, pin)
@@ -288,8 +285,8 @@ def _mib(size_bytes: int) -> str:
 
 def _empty_host_cache() -> None:
     """Unpins what torch's pinned allocator keeps for reuse: a tensor's end alone does not give it back."""
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)  # noqa: SLF001
-    if empty is not None:
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.accelerator.is_available():
         empty()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -28,7 +28,9 @@ class RankCounts:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
-        return {"rank": self.rank, **asdict(self.offload), **{f"pool_{k}": v for k, v in asdict(self.pool).items()}}
+        units = {name: _plain(stats) for name, stats in self.offload.units.items()}
+        pool = {f"pool_{name}": value for name, value in vars(self.pool).items()}
+        return {"rank": self.rank, **_plain(self.offload), "units": units, **pool}
 
 
 def render(ranks: Sequence[RankCounts]) -> str:
@@ -62,6 +64,11 @@ def human(size_bytes: int) -> str:
             return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
         size /= 1024
     raise AssertionError
+
+
+def _plain(stats: UnitStats | OffloadStats) -> dict[str, Any]:
+    # not dataclasses.asdict: it makes a Counter of (key, value) pairs out of a Counter
+    return {**vars(stats), "skipped": dict(stats.skipped)}
 
 
 def _cells(stats: UnitStats | OffloadStats) -> list[str]:

@@ -1,11 +1,11 @@
 """Runs a training script that nobody wants to edit: ``deepspeed --module ds_fgoffload.run train.py ...``.
 
-``deepspeed.initialize`` is :func:`ds_fgoffload.initialize` while the script runs; the section in its ds_config.json does
-the rest. Works as well under ``torchrun -m`` and ``accelerate launch -m``. A module is run with
+``deepspeed.initialize`` is :func:`ds_fgoffload.initialize` while the script runs; the section in its ds_config.json
+does the rest. Works as well under ``torchrun -m`` and ``accelerate launch -m``. A module is run with
 ``ds_fgoffload.run -m package.module ...``.
 
 When the script has ended, rank 0 prints the report. ``DS_FGOFFLOAD_STATS_JSON`` may name a file that then gets the
-counts of all ranks.
+counts of all ranks, a dictionary for each rank of each engine.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pickle
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import deepspeed
+import torch.distributed
 from deepspeed.utils import logger
 
 from ds_fgoffload import api
+from ds_fgoffload.pool import host_pool
+from ds_fgoffload.report import RankCounts, render
 
 STATS_FILE_VARIABLE = "DS_FGOFFLOAD_STATS_JSON"
+_PATIENCE = timedelta(minutes=5)
 _USAGE = "usage: deepspeed --module ds_fgoffload.run [-m package.module | script.py] [arguments of the script]"
 
 
@@ -40,21 +47,62 @@ def main(arguments: Sequence[str]) -> None:
     if not rest or rest[0].startswith("-"):
         sys.exit(_USAGE)
     target, script_arguments = rest[0], launcher_arguments + rest[1:]
-    with _offloading_initialize():
+    board = _Board()
+    with _offloading_initialize(board):
         sys.argv = [target, *script_arguments]
         if as_module:
-            sys.path.insert(0, "")
+            sys.path[0] = ""
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(target).resolve().parent))
+            sys.path[0] = str(Path(target).resolve().parent)
             runpy.run_path(target, run_name="__main__")
-    _tell()
+    _tell(board)
+
+
+class _Board:
+    """Where every rank leaves its counts for rank 0: the store of the process group, which outlives the group.
+
+    Scripts destroy their group before they end. And nobody but rank 0 waits here, so that a rank that failed does not
+    keep the others from ending.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self._ranks = 0, 1
+        self._store: torch.distributed.Store | None = None
+
+    def find(self) -> None:
+        """Looks for the process group, which exists once an engine does."""
+        if self._store is None and torch.distributed.is_initialized():
+            self._store = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - no public name
+            self.rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def gather(self, item: Any) -> list[Any]:
+        """On rank 0 ``item`` of each rank, or its own if the others leave none in time; elsewhere nothing of use."""
+        if self._store is None:
+            return [item]
+        try:
+            if self.rank:
+                self._store.set(_key(self.rank), pickle.dumps(item))
+                return []
+            others = [_key(rank) for rank in range(1, self._ranks)]
+            self._store.wait(others, _PATIENCE)
+            return [item, *(pickle.loads(self._store.get(key)) for key in others)]  # noqa: S301 - from our own ranks
+        except RuntimeError as error:
+            logger.warning(f"fine_grained_offload: rank {self.rank} tells its own counts only: {error}")
+            return [item]
 
 
 @contextmanager
-def _offloading_initialize() -> Iterator[None]:
+def _offloading_initialize(board: _Board) -> Iterator[None]:
     original = deepspeed.initialize
-    deepspeed.initialize = functools.wraps(original)(functools.partial(api.initialize_with, original))
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        made = api.initialize_with(original, *args, **kwargs)
+        board.find()
+        return made
+
+    deepspeed.initialize = initialize
     try:
         yield
     except SystemExit as exit_:
@@ -64,19 +112,26 @@ def _offloading_initialize() -> Iterator[None]:
         deepspeed.initialize = original
 
 
-def _tell() -> None:
-    attachments = api.attachments()
-    rank = int(os.environ.get("RANK", "0"))
-    if not attachments and rank == 0:
+def _tell(board: _Board) -> None:
+    pool = host_pool().stats()
+    mine = [RankCounts(board.rank, tally.stats(), pool) for tally in api.tallies()]
+    ranks = board.gather(mine)
+    if board.rank:
+        return
+    if not mine:
         logger.warning(
             "fine_grained_offload: nothing was offloaded, since no engine was made with a fine_grained_offload section"
         )
-    for attachment in attachments:
-        table, counts = attachment.report(), attachment.gathered_counts()
-        if rank == 0:
-            print(table)  # noqa: T201  # the user asked for it by starting this module
-            if path := os.environ.get(STATS_FILE_VARIABLE):
-                Path(path).write_text(json.dumps(counts, indent=2), encoding="utf-8")
+    engines = list(zip(*ranks, strict=False))
+    for engine in engines:
+        print(render(engine))  # noqa: T201 - the user asked for it by starting this module
+    if path := os.environ.get(STATS_FILE_VARIABLE):
+        counts = [{"engine": i, **rank.as_dict()} for i, engine in enumerate(engines) for rank in engine]
+        Path(path).write_text(json.dumps(counts, indent=2), encoding="utf-8")
+
+
+def _key(rank: int) -> str:
+    return f"fine_grained_offload/counts/{rank}"
 
 
 if __name__ == "__main__":

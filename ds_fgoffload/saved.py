@@ -1,134 +1,52 @@
-"""What autograd holds instead of a tensor: a view, and under it the storage that travels to the host and back.
-
-The views own the storage: when autograd drops the last one, its device memory and its host block go back, whatever it
-was doing. Nothing else ends it, neither a first use nor a step boundary.
-"""
+"""What autograd holds instead of a tensor: a view, and under it the storage that was saved, wherever its bytes are."""
 
 from __future__ import annotations
 
-from collections import deque
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.layout import Layout
-from ds_fgoffload.pool import Lease
-from ds_fgoffload.stats import UnitStats
-from ds_fgoffload.streams import Fence
-from ds_fgoffload.transfer import Transfer
-
-
-class State(Enum):
-    """Who holds the bytes."""
-
-    RESIDENT = "the device"
-    COPYING_OUT = "the device; a copy to the host is under way or done"
-    ON_HOST = "the host block alone"
-    RELOADED = "the host block and new device memory"
-
-
-class Death(NamedTuple):
-    """Left behind by a storage whose last view is gone."""
-
-    key: int
-    identity: int
-    leased_bytes: int
+from ds_fgoffload.parcel import Parcel
 
 
 class SavedStorage:
-    """One device storage saved for backward, the state it is in, and the only ways from one state to the next.
-
-    A way that does not start from the present state does nothing: what the schedule asks for is advice.
+    """One device storage saved for backward, shared by all views that autograd holds of it.
 
     Args:
-        key: names it to the schedule.
         tensor: a tensor over the storage; it is neither kept nor touched, only aliased.
-        stats: the counts of the unit that saved it first.
-        transfer: makes the copies.
-        deaths: gets a :class:`Death` when the last view is gone, at any moment, on any thread.
+        compute: the stream on which it was made.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_alias",
-        "_awaited",
-        "_compute",
-        "_copied_in",
-        "_copied_out",
-        "_deaths",
-        "_lease",
-        "_memory",
-        "_original",
-        "_transfer",
-        "_version",
-        "identity",
-        "key",
-        "size_bytes",
-        "state",
-        "stats",
-    )
+    __slots__ = ("__weakref__", "_offset", "_restored", "_restored_from", "_version", "alias", "compute", "identity",
+                 "original", "parcel", "size_bytes")  # fmt: skip
 
-    def __init__(
-        self, key: int, tensor: torch.Tensor, stats: UnitStats, transfer: Transfer, deaths: deque[Death]
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, compute: Any) -> None:
         storage = tensor.untyped_storage()
-        self.key = key
         self.size_bytes = storage.nbytes()
-        self.stats = stats
-        self.state = State.RESIDENT
         # The weak reference keeps the address of the storage's record from being given to another storage.
-        self._original = StorageWeakRef(storage)
-        self.identity: int = self._original.cdata
-        # A detached alias shares the version counter. It goes on telling of in-place changes after its memory is gone.
-        self._alias = tensor.detach()
+        self.original = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.identity: int = self.original.cdata
+        # A detached alias shares the version counter, and goes on telling of changes in place when its memory is gone.
+        self.alias = tensor.detach()
         self._version = tensor._version
-        self._memory: torch.Tensor | None = self._alias
-        self._lease: Lease | None = None
-        self._copied_out: Fence | None = None
-        self._copied_in: Fence | None = None
-        self._awaited = False
-        self._transfer = transfer
-        self._compute: Any = transfer.compute()
-        self._deaths = deaths
+        self.compute = compute
+        self.parcel: Parcel | None = None
+        self._offset = 0
+        self._restored: torch.Tensor | None = None
+        self._restored_from: torch.Tensor | None = None
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor``, a tensor over the same storage, has the values that were saved."""
-        return bool(self._alias._version == self._version == tensor._version)
+        return bool(self.alias._version == self._version == tensor._version)
 
-    def offload(self, lease: Lease) -> None:
-        """Begins the copy to the host; the device memory stays until :meth:`release`."""
-        self._copied_out = self._transfer.offload(self._alias, lease, self._compute)
-        self._lease = lease
-        self.state = State.COPYING_OUT
-
-    def release(self) -> None:
-        """Drops this reference to the device memory, after the copy in the order of the device."""
-        if self.state is not State.COPYING_OUT:
-            return
-        self._transfer.before_release(self._copied_out, self._compute)
-        self._memory = None
-        self._alias.data = _nothing_on(self._alias.device)
-        self.state = State.ON_HOST
-
-    def reload(self) -> bool:
-        """Makes the bytes come back to the device. False if they need no copy, because something else holds them."""
-        if self._memory is not None:
-            return False
-        original = torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
-        if original is not None and original.nbytes() == self.size_bytes and self._alias._version == self._version:
-            self._alias.data = torch.empty(0, dtype=torch.uint8, device=self._alias.device).set_(original)
-            self._memory = self._alias
-            self.state = State.COPYING_OUT
-            return False
-        assert self._lease is not None
-        destination, self._copied_in = self._transfer.reload(self._lease, self._copied_out, self._compute)
-        # .data has a version counter of its own: the copy itself must not count as a change of the saved values.
-        self._memory = destination.data
-        self.state = State.RELOADED
-        return True
+    def send_with(self, parcel: Parcel, offset: int) -> None:
+        """From now on the parcel knows where the bytes are; there they begin at ``offset``."""
+        self.parcel = parcel
+        self._offset = offset
 
     def view(self, layout: Layout) -> torch.Tensor:
         """The saved tensor with that layout, ready for the caller's stream.
@@ -136,26 +54,21 @@ class SavedStorage:
         Raises:
             RuntimeError: the saved values were changed in place, as autograd itself would have raised.
         """
-        if self._memory is None:
-            self.reload()
-        memory = self._memory
-        assert memory is not None
-        if self._alias._version != self._version or (memory is not self._alias and memory._version != 0):
-            raise RuntimeError(_changed_in_place(layout, self._version, max(self._alias._version, memory._version)))
-        if self.state is State.RELOADED:
-            self._awaited |= self._transfer.before_use(self._copied_in) == self._compute
+        memory = self.alias if self.parcel is None else self.parcel.memory()
+        if memory is not self.alias:
+            memory = self._part_of(memory)
+            if memory._version != 0:
+                raise RuntimeError(_changed_in_place(layout, self._version, self._version + memory._version))
+        if self.alias._version != self._version:
+            raise RuntimeError(_changed_in_place(layout, self._version, self.alias._version))
         return layout.over(memory)
 
-    def __del__(self) -> None:
-        if self._lease is not None:
-            # A copy out that still reads the freed memory spoils only a block that nobody will read; a copy in would
-            # spoil the memory's next owner.
-            if self.state is State.RELOADED and not self._awaited:
-                self._transfer.before_drop(self._copied_in, self._compute)
-            self._lease.give_back(self._copied_out, self._copied_in)
-            self._deaths.append(Death(self.key, self.identity, self.size_bytes))
-        else:
-            self._deaths.append(Death(self.key, self.identity, 0))
+    def _part_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The bytes of this storage in the parcel's memory, with a version counter of their own (``.data``)."""
+        if self._restored is None or self._restored_from is not memory:
+            self._restored_from = memory
+            self._restored = memory[self._offset : self._offset + self.size_bytes].data
+        return self._restored
 
 
 class SavedView:
@@ -179,7 +92,8 @@ class KeptTensor:
     __slots__ = ("_elements", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
+        is_parameter = type(tensor) is Parameter or isinstance(tensor, Parameter)  # the second alone is slow
+        self._tensor = tensor if is_parameter else tensor.detach()
         self._version = tensor._version
         self._elements = tensor.numel()
 
@@ -201,16 +115,6 @@ class KeptTensor:
             )
             raise OffloadStateError(msg)
         return tensor
-
-
-_nothing: dict[torch.device, torch.Tensor] = {}
-
-
-def _nothing_on(device: torch.device) -> torch.Tensor:
-    empty = _nothing.get(device)
-    if empty is None:
-        empty = _nothing[device] = torch.empty(0, dtype=torch.uint8, device=device)
-    return empty
 
 
 def _changed_in_place(layout: Layout, expected: int, found: int) -> str:

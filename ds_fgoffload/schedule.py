@@ -103,6 +103,12 @@ class Schedule:
         self._forget_place(key, entry)
         entry.place = _Place.KEPT
 
+    def backward_began(self, micro_batch: int) -> list[Act]:
+        """Backward of the micro-batch begins. What it needs first comes back now, unless that never left the device."""
+        if any(self._entries[key].micro_batch == micro_batch for key in reversed(self._leaving)):
+            return []
+        return self._prefetch(micro_batch)
+
     def needed(self, key: int) -> list[Act]:
         """Backward is about to use the storage. If the first act reloads ``key`` itself, that reload is late."""
         entry = self._entries[key]

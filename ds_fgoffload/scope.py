@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ds_fgoffload.plan import Site
+from ds_fgoffload.saved import SavedStorage
 from ds_fgoffload.stats import UnitStats
 
 
@@ -20,7 +21,8 @@ class Scope:
         excluded: the tensors saved here stay on the device.
     """
 
-    __slots__ = ("_next_index", "call", "excluded", "micro_batch", "module", "saved_bytes", "stats", "unit")
+    __slots__ = ("_next_index", "call", "excluded", "micro_batch", "module", "saved_bytes", "stats", "unit", "waiting",
+                 "waiting_bytes", "waiting_site")  # fmt: skip
 
     def __init__(
         self, unit: str, module: nn.Module, stats: UnitStats, micro_batch: int, call: int, *, excluded: bool
@@ -32,6 +34,11 @@ class Scope:
         self.call = call
         self.excluded = excluded
         self.saved_bytes = 0
+        self.waiting: list[SavedStorage] = []
+        """Small storages that will be packed into the next parcel."""
+        self.waiting_bytes = 0
+        self.waiting_site: Site | None = None
+        """The site of the first that waits; it stands for the parcel."""
         self._next_index = 0
 
     def next_site(self) -> Site:

@@ -17,8 +17,8 @@ Rules:
 3. ``exclude`` wins: an excluded module, and all below it, is not offloaded, also inside a unit.
 4. A module that is never called cannot be a unit (``ModuleList``, ``ModuleDict``: they have no ``forward``). A pattern
    that matches one means the modules in it, so ``layers``, ``layers*`` and ``layers.*`` are the same.
-5. A module with several names (tied) is one unit, under the first of them. A pattern may use any; it is excluded if it
-   is excluded, or lies below an excluded module, under any.
+5. A module with several names (tied) is one unit, under the first of them; a pattern may use any. It is no unit if it
+   is excluded, or lies below an excluded module, under any of them.
 6. A pattern that matches nothing on any rank is an error, and so is a selection of which nothing is left.
 
 Matching needs this rank's modules and the check needs every rank's :class:`Findings`, because pipeline stages hold

@@ -7,6 +7,8 @@ when :meth:`Streams.copy` returns.
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +47,9 @@ class Streams(Protocol):
     def compute(self) -> Any:
         """The stream on which the caller's kernels are queued now."""
 
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Kernels are queued on ``stream`` meanwhile."""
+
     def fence(self, stream: Any) -> Fence | None:
         """Marks the present end of ``stream``."""
 
@@ -73,6 +78,9 @@ class SynchronousStreams:
 
     def compute(self) -> None:
         return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def fence(self, stream: Any) -> None:
         return None
@@ -104,16 +112,33 @@ class AcceleratorStreams:
         with accelerator.device(device.index):
             self.d2h = accelerator.Stream()
             self.h2d = accelerator.Stream()
+        # Asked for at every saved tensor. torch makes a new object of it each time, at several times the cost.
+        self._current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
+        self._by_handle: dict[int, Any] = {}
         self._count = 0
+        self._count_lock = threading.Lock()
 
     def compute(self) -> Any:
-        return self._current_stream(self.device.index)
+        if self._current_handle is None:
+            return self._current_stream(self.device.index)
+        handle = self._current_handle(self.device.index)
+        stream = self._by_handle.get(handle)
+        if stream is None:
+            stream = self._by_handle[handle] = self._current_stream(self.device.index)
+        return stream
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        if stream == self.compute():
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._on(stream)
+        return context
 
     def fence(self, stream: Any) -> Fence:
         event = self._event()
-        event.record(stream)
-        self._count += 1
-        return Fence(stream, self._count, event)
+        with self._count_lock:  # numbers are in the order of the stream also where two threads put fences there
+            event.record(stream)
+            self._count += 1
+            return Fence(stream, self._count, event)
 
     def wait(self, stream: Any, fence: Fence | None) -> None:
         if fence is not None and fence.stream != stream:
@@ -128,9 +153,7 @@ class AcceleratorStreams:
             destination.copy_(source, non_blocking=True)
 
     def allocate(self, stream: Any, size_bytes: int) -> torch.Tensor:
-        if stream == self.compute():
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        with self._on(stream):
+        with self.on(stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
 

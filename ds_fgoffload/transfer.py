@@ -12,56 +12,84 @@ from typing import Any
 
 import torch
 
-from ds_fgoffload.layout import storage_bytes
 from ds_fgoffload.pool import Lease
 from ds_fgoffload.streams import Fence, Streams, make_streams
 
 
 class Transfer:
-    """Moves whole storages between the device and leased host blocks."""
+    """Moves whole storages between the device and leased host blocks.
+
+    One per attachment. The compute streams on which its tensors are saved and used, nearly always one, hand memory to
+    each other: a tensor may be made on one, saved on a second, and let go of while a third is being filled. Autograd
+    orders that by keeping the tensor until backward. Whoever lets go of it in forward must order it: all of them.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self._computes: dict[Any, None] = {}  # a set that keeps its order
+        self._last_compute: Any = self
         self.device = streams.device
         self.synchronous = streams.synchronous
-        self.compute = streams.compute
+
+    def compute(self) -> Any:
+        """The stream on which the caller's kernels are queued now."""
+        compute = self._streams.compute()
+        if compute is not self._last_compute:  # hashing a stream at every saved tensor would be slow
+            self._computes[compute] = None
+            self._last_compute = compute
+        return compute
+
+    def pack(self, parts: list[torch.Tensor], offsets: list[int], size_bytes: int, compute: Any) -> torch.Tensor:
+        """New device memory (uint8) of ``size_bytes`` with the ``parts`` at ``offsets``, made by one kernel of ``compute``."""
+        streams = self._streams
+        packed = streams.allocate(compute, size_bytes)
+        places = [packed[offset : offset + part.numel()] for offset, part in zip(offsets, parts, strict=True)]
+        with streams.on(compute):
+            torch._foreach_copy_(places, parts)
+        # The parts are dropped next.
+        for next_owner in self._computes:
+            if next_owner != compute:
+                streams.wait(next_owner, streams.fence(compute))
+        return packed
 
     def offload(self, source: torch.Tensor, lease: Lease, compute: Any) -> Fence | None:
-        """Copies the storage of ``source``, written on ``compute``, into the block. Returns the end of the copy."""
+        """Copies the bytes of ``source``, written on ``compute``, into the block. Returns the end of the copy."""
         streams = self._streams
         d2h = streams.d2h
         streams.wait(d2h, streams.fence(compute))
         for last_use in lease.fences:
             streams.wait(d2h, last_use)
-        streams.copy(d2h, lease.memory, storage_bytes(source))
+        streams.copy(d2h, lease.memory, source)
         return streams.fence(d2h)
 
-    def before_release(self, copied_out: Fence | None, compute: Any) -> None:
+    def before_release(self, copied_out: Fence | None) -> None:
         """After this the device memory that ``copied_out`` read may be dropped: its next owner writes after the copy."""
-        self._streams.wait(compute, copied_out)
+        for compute in self._computes:
+            self._streams.wait(compute, copied_out)
 
     def reload(self, lease: Lease, copied_out: Fence | None, compute: Any) -> tuple[torch.Tensor, Fence | None]:
         """Copies the block into new device memory (uint8) of ``compute``'s pool. Returns it and the end of the copy."""
         streams = self._streams
         h2d = streams.h2d
         destination = streams.allocate(compute, lease.size_bytes)
-        streams.wait(h2d, streams.fence(compute))
+        for last_owner in self._computes:
+            streams.wait(h2d, streams.fence(last_owner))
         streams.wait(h2d, copied_out)
         streams.copy(h2d, destination, lease.memory)
         return destination, streams.fence(h2d)
 
-    def before_use(self, copied_in: Fence | None) -> Any:
-        """After this the caller's stream, which is returned, may read what was reloaded."""
-        compute = self._streams.compute()
+    def before_use(self, copied_in: Fence | None, compute: Any) -> None:
+        """After this ``compute`` may read what was reloaded."""
         self._streams.wait(compute, copied_in)
-        return compute
 
     def before_drop(self, copied_in: Fence | None, compute: Any) -> None:
-        """After this reloaded memory may be dropped although nobody used it."""
+        """After this reloaded memory may be dropped although nobody used it on ``compute``, whose pool it returns to."""
         self._streams.wait(compute, copied_in)
 
 
-@cache
 def transfer_on(device: torch.device) -> Transfer:
-    """The one transfer of ``device``: all attachments share its two copy streams, as they share the link."""
-    return Transfer(make_streams(device))
+    """A transfer on ``device``. All share its two copy streams, as they share the link."""
+    return Transfer(_streams_on(device))
+
+
+_streams_on = cache(make_streams)

@@ -1,18 +1,28 @@
 """Streams that do their worst: every order that the recorded waits allow, and memory that is spoilt once it is freed.
 
 Compute runs at once, as the program goes. A copy waits in its stream's queue until something that was told to wait for it
-needs it, or until the dice say so: legal, and as late as can be. Three kinds of fault become visible:
+relies on it, or until the dice say so: legal, and as late as can be. What goes wrong shows in two ways.
 
-* a copy that reads device memory that was freed, or that compute had not been made to write first, delivers 0xFF bytes
-  (NaN in every floating type), and so does new device memory until its copy has run;
-* a copy that writes device memory that was freed, or that compute may still be using, is listed in ``faults``;
-* two accesses to the same host bytes, one of them a write, that no wait puts in order are listed in ``faults``
-  (vector clocks tell, whatever order was drawn).
+A number is wrong, because 0xFF bytes (NaN in every floating type) are
+
+* what a copy delivers that reads memory which was freed, or which compute had not been made to write first;
+* what new device memory holds until a copy into it has run.
+
+An access out of order is in ``faults``, whatever order the dice drew, because vector clocks tell:
+
+* a copy into device memory that a compute stream may still be using;
+* device memory that goes back to its stream's pool while a copy into it is not over for that stream;
+* device memory that was read on one stream and is freed before the others of its track waited for that;
+* two accesses to the same host bytes, one of them a write, in no order.
+
+Compute streams are named "track.name". Those of one track on which anything was saved or used hand memory to each other:
+what one lets go of, another may fill. Tracks know nothing of each other.
 """
 
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_fgoffload.streams import Fence
 
 SPOILT = 0xFF
+CACHE_LINE = 64  # where torch.empty() begins; kernels may round otherwise elsewhere
 Clock = Counter[str]
 
 
@@ -40,7 +51,25 @@ class _Copy(NamedTuple):
     destination: torch.Tensor | StorageWeakRef
     source: torch.Tensor | StorageWeakRef
     spoilt: bool
-    before: tuple[tuple[str, int], ...]  # copies of other streams that come first
+    before: Clock  # copies of the other stream that come first
+
+
+class _Read(NamedTuple):
+    memory: StorageWeakRef
+    stream: str
+    number: int
+
+
+class _DeviceMemory(bytearray):
+    """Knows which stream's pool it is from and who is copying into it, and tells when it is freed."""
+
+    streams: AdversarialStreams
+    owner: str
+    copy_number = 0
+
+    def __del__(self) -> None:
+        if self.copy_number > self.streams.clock(self.owner)["h2d"]:
+            self.streams.faults.append(f"the memory of h2d copy {self.copy_number} is freed before {self.owner} waited")
 
 
 class _Event:
@@ -64,51 +93,69 @@ class AdversarialStreams:
     def __init__(self, seed: int) -> None:
         self.device = torch.device("cpu")
         self.faults: list[str] = []
+        self.out_of_memory_at: int | None = None
+        """The allocation that fails, counted from 1."""
         self._random = random.Random(seed)
         self._eagerness = self._random.choice([0.0, 0.0, 0.1, 0.5])
-        self._current = "compute"
+        self.current = self.writer = "main.compute"
+        self._computes: set[str] = set()
         self._clocks: dict[str, Clock] = {}
         self._queues: dict[str, deque[_Copy]] = {self.d2h: deque(), self.h2d: deque()}
-        self._run: Counter[str] = Counter()  # copies run, per stream
-        self._pending_waits: dict[str, Clock] = {self.d2h: Counter(), self.h2d: Counter()}
+        self._run: Clock = Counter()  # copies run, per stream
         self._host_accesses: list[_Access] = []
-        self._allocated_at: dict[int, tuple[str, int]] = {}
+        self._memories: weakref.WeakValueDictionary[int, _DeviceMemory] = weakref.WeakValueDictionary()
+        self._reads: list[_Read] = []
+        self._allocations = 0
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
         """Compute is queued on another stream meanwhile; as on a device, it is ordered by nothing but waits."""
-        before, self._current = self._current, stream
+        before = self.switch(stream)
         try:
             yield
         finally:
-            self._current = before
+            self.switch(before)
+
+    def switch(self, stream: str) -> str:
+        before, self.current = self.current, stream
+        return before
 
     def join(self, stream: str, other: str) -> None:
         """``stream`` waits for ``other``, as a user does who hands tensors from one to the other."""
+        self._tick(other)
         self.wait(stream, self.fence(other))
+
+    def read(self, stream: str, tensors: list[torch.Tensor]) -> None:
+        """The last kernel of ``stream`` reads ``tensors``, and nothing keeps them afterwards."""
+        number = self.clock(stream)[stream]
+        self._reads += [_Read(StorageWeakRef(tensor.untyped_storage()), stream, number) for tensor in tensors]
 
     def drain(self) -> None:
         """Runs what is queued: the end of the program."""
-        for stream in self._queues:
-            while self._queues[stream]:
+        self._roll()
+        for stream, queue in self._queues.items():
+            while queue:
                 self._run_first(stream)
 
+    def clock(self, stream: str) -> Clock:
+        return self._clocks.setdefault(stream, Counter())
+
     def compute(self) -> str:
-        self._tick(self._current)  # whoever asks has queued work there before
-        return self._current
+        self._computes.add(self.current)
+        self._tick(self.current)  # whoever asks has queued work there
+        return self.current
 
     def fence(self, stream: str) -> Fence:
         self._roll()
-        return Fence(stream, self._clock(stream)[stream], _Event(self._clock(stream).copy(), self))
+        return Fence(stream, self.clock(stream)[stream], _Event(self.clock(stream).copy(), self))
 
     def wait(self, stream: str, fence: Fence | None) -> None:
         assert fence is not None
-        known = fence.event.clock
-        self._clocks[stream] = self._clock(stream) | known
-        if stream in self._queues:
-            self._pending_waits[stream] |= Counter({s: known[s] for s in self._queues})
-        else:
-            self.run_copies_before(known)
+        self.clock(stream).update(fence.event.clock - self.clock(stream))
+        if stream not in self._queues:
+            # What was copied in may be read now. What was copied out may be overwritten once all have waited.
+            all_know = min(self.clock(mate)[self.d2h] for mate in self._track(stream))
+            self.run_copies_before(Counter({self.h2d: self.clock(stream)[self.h2d], self.d2h: all_know}))
         self._roll()
 
     def synchronize(self, fence: Fence | None) -> None:
@@ -122,41 +169,61 @@ class AdversarialStreams:
 
     def copy(self, stream: str, destination: torch.Tensor, source: torch.Tensor) -> None:
         number = self._tick(stream)
-        waits = self._pending_waits[stream]
-        before = tuple((s, n) for s, n in waits.items() if s != stream)
+        before = Counter({other: self.clock(stream)[other] for other in self._queues if other != stream})
         if stream == self.d2h:
-            spoilt = self._clock(stream)[self._current] < self._clock(self._current)[self._current]
+            unwritten = not self._has_seen(stream, self.writer)
             self._access(destination, writes=True, stream=stream, number=number)
-            copy = _Copy(number, destination, StorageWeakRef(source.untyped_storage()), spoilt, before)
+            copy = _Copy(number, destination, StorageWeakRef(source.untyped_storage()), unwritten, before)
         else:
-            compute, allocated = self._allocated_at.pop(destination.data_ptr())
-            if self._clock(stream)[compute] < allocated:
-                self.faults.append(f"h2d copy {number} may write memory that {compute} still uses")
+            memory = self._memories[destination.data_ptr()]
+            memory.copy_number = number
+            self.faults += [
+                f"h2d copy {number} may write memory that {compute} still uses"
+                for compute in self._track(memory.owner)
+                if not self._has_seen(stream, compute)
+            ]
             self._access(source, writes=False, stream=stream, number=number)
             copy = _Copy(number, StorageWeakRef(destination.untyped_storage()), source, spoilt=False, before=before)
         self._queues[stream].append(copy)
         self._roll()
 
     def allocate(self, stream: str, size_bytes: int) -> torch.Tensor:
-        memory = torch.full((size_bytes,), SPOILT, dtype=torch.uint8)
-        self._allocated_at[memory.data_ptr()] = (stream, self._tick(stream))
-        return memory
+        self._allocations += 1
+        if self._allocations == self.out_of_memory_at:
+            raise torch.OutOfMemoryError("adversary: out of memory")
+        self._tick(stream)
+        memory = _DeviceMemory(bytes([SPOILT]) * (size_bytes + CACHE_LINE))
+        memory.streams, memory.owner = self, stream
+        begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % CACHE_LINE
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=size_bytes)
+        self._memories[tensor.data_ptr()] = memory
+        return tensor
 
-    def _clock(self, stream: str) -> Clock:
-        return self._clocks.setdefault(stream, Counter())
+    def _track(self, compute: str) -> list[str]:
+        track = compute.partition(".")[0] + "."
+        return [compute, *(stream for stream in self._computes if stream.startswith(track) and stream != compute)]
+
+    def _has_seen(self, stream: str, other: str) -> bool:
+        return self.clock(stream)[other] >= self.clock(other)[other]
 
     def _tick(self, stream: str) -> int:
-        clock = self._clock(stream)
-        clock[stream] += 1
-        return clock[stream]
+        self.clock(stream)[stream] += 1
+        return self.clock(stream)[stream]
 
     def _roll(self) -> None:
-        """Perhaps runs a copy that may run now."""
+        """Perhaps runs a copy that may run now; looks what was freed."""
+        for read in [read for read in self._reads if read.memory.expired()]:
+            self._reads.remove(read)
+            self.faults += [
+                f"memory that {read.stream} reads is freed before {mate} waited"
+                for mate in self._track(read.stream)
+                if self.clock(mate)[read.stream] < read.number
+            ]
         while self._random.random() < self._eagerness:
             ready = [
                 stream
                 for stream, queue in self._queues.items()
-                if queue and all(self._run[s] >= n for s, n in queue[0].before)
+                if queue and all(self._run[other] >= number for other, number in queue[0].before.items())
             ]
             if not ready:
                 return
@@ -167,36 +234,34 @@ class AdversarialStreams:
             self._run_first(stream)
 
     def _run_first(self, stream: str) -> None:
-        for other, number in self._queues[stream][0].before:
+        for other, number in self._queues[stream][0].before.items():
             self._run_until(other, number)
         copy = self._queues[stream].popleft()
         self._run[stream] = copy.number
-        source = _whole(copy.source)
-        destination = _whole(copy.destination)
+        source, destination = _alive(copy.source), _alive(copy.destination)
         if destination is None:
-            self.faults.append(f"{stream} copy {copy.number} writes device memory that was freed")
-        elif source is None or copy.spoilt:
+            return  # its end told what there is to tell
+        if source is None or copy.spoilt:
             destination.fill_(SPOILT)
         else:
             destination.copy_(source)
 
     def _access(self, block: torch.Tensor, *, writes: bool, stream: str, number: int) -> None:
         begin, end = block.data_ptr(), block.data_ptr() + block.numel()
-        clock = self._clock(stream)
+        clock = self.clock(stream)
         kept = []
         for earlier in self._host_accesses:
             overlaps = earlier.begin < end and begin < earlier.end
             ordered = clock[earlier.stream] >= earlier.number
             if overlaps and not ordered and (writes or earlier.writes):
-                self.faults.append(
-                    f"{stream} copy {number} and {earlier.stream} copy {earlier.number} touch the same host bytes in no order"
-                )
+                both = f"{stream} copy {number} and {earlier.stream} copy {earlier.number}"
+                self.faults.append(f"{both} touch the same host bytes in no order")
             if not (ordered and writes and begin <= earlier.begin and earlier.end <= end):
                 kept.append(earlier)
         self._host_accesses = [*kept, _Access(begin, end, writes, stream, number)]
 
 
-def _whole(memory: torch.Tensor | StorageWeakRef) -> torch.Tensor | None:
+def _alive(memory: torch.Tensor | StorageWeakRef) -> torch.Tensor | None:
     if isinstance(memory, torch.Tensor):
         return memory
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)

@@ -98,7 +98,7 @@ def test_does_not_use_an_address_again():
         (300 * MIB, 0, 64 * GIB, [512 * MIB]),
         (5 * GIB, 0, 64 * GIB, [8 * GIB]),  # a block may be larger than the largest slab
         (MIB, 1 * GIB, 64 * GIB, [256 * MIB, MIB]),  # a quarter of what is held
-        (MIB, 1 * GIB + 1, 64 * GIB, [512 * MIB, MIB]),
+        (MIB, 1 * GIB + 512, 64 * GIB, [512 * MIB, MIB]),
         (MIB, 40 * GIB, 64 * GIB, [4 * GIB, MIB]),  # but no more than the largest slab
         (MIB, 63 * GIB, 64 * GIB, [1 * GIB, MIB]),  # the limit halves it
         (MIB, 64 * GIB - 3 * MIB, 64 * GIB, [2 * MIB, MIB]),
@@ -150,8 +150,9 @@ def group(directory, *, limit, usage, cache=0, v1=False):
         ({"proc/self/cgroup": "0::/docker/x\n", **group("sys/fs/cgroup", limit=100, usage=70)}, [30]),
         (
             {
-                "proc/self/cgroup": "5:devices:/x\n4:cpu,memory:/a\n0::/\n",
+                "proc/self/cgroup": "6:name=memory-watch:/b\n5:devices:/x\n4:cpu,memory:/a\n0::/\n",
                 **group("sys/fs/cgroup/memory/a", limit=100, usage=40, cache=5, v1=True),
+                **group("sys/fs/cgroup/memory/b", limit=1, usage=1, v1=True),
                 **group("sys/fs/cgroup/x", limit=1, usage=1),
             },
             [65],

@@ -36,7 +36,7 @@ class Adapter(Protocol):
         """Undoes :meth:`on_destroy`."""
 
 
-def adapt(target: nn.Module) -> Adapter:
+def adapt(target: object) -> Adapter:
     """The adapter for ``target``.
 
     Raises:

@@ -1,0 +1,108 @@
+"""What every benchmark does alike: steps timed on the device, peaks of memory, copy rates, and the file of results."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+RESULTS = Path(__file__).parent / "results"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Several steps of one mode, in steady state."""
+
+    step_ms: list[float]
+    max_reserved_bytes: int
+    max_allocated_bytes: int
+    loss: float
+
+
+def run_steps(step: Callable[[], torch.Tensor], *, warmup: int, repeats: int) -> Steps:
+    """Times ``step`` on the device; the allocator's cache is emptied once after the warm-up and the peaks reset."""
+    for _ in range(warmup):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    times, loss = [], torch.zeros(())
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        loss = step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return Steps(times, torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated(), float(loss))
+
+
+def summary(rounds: Sequence[Steps]) -> dict[str, Any]:
+    """Median, least and most of the times of all rounds; the highest peaks; the losses."""
+    times = [ms for steps in rounds for ms in steps.step_ms]
+    return {
+        "step_ms_median": statistics.median(times),
+        "step_ms_min": min(times),
+        "step_ms_max": max(times),
+        "max_reserved_gib": max(steps.max_reserved_bytes for steps in rounds) / GIB,
+        "max_allocated_gib": max(steps.max_allocated_bytes for steps in rounds) / GIB,
+        "losses": [steps.loss for steps in rounds],
+        "rounds": [asdict(steps) for steps in rounds],
+    }
+
+
+def copy_rates(step: Callable[[], torch.Tensor]) -> dict[str, dict[str, float]]:
+    """GB/s of the copies of one step between the device and pinned memory, while they run."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    rates = {}
+    for direction, name in (("d2h", "Memcpy DtoH"), ("h2d", "Memcpy HtoD")):
+        copies = [e for e in events if e.get("cat") == "gpu_memcpy" and e["name"].startswith(name)]
+        copies = [e for e in copies if e["args"]["bytes"] >= 1 << 20]
+        size_bytes = sum(e["args"]["bytes"] for e in copies)
+        busy_us = sum(e["dur"] for e in copies)
+        rates[direction] = {
+            "copies": len(copies),
+            "bytes": size_bytes,
+            "busy_ms": busy_us / 1e3,
+            "gb_per_s": size_bytes / busy_us / 1e3 if busy_us else 0.0,
+        }
+    return rates
+
+
+def save(name: str, figures: dict[str, Any]) -> None:
+    """Writes the figures with all that is needed to make them again."""
+    record = {
+        "benchmark": name,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": os.environ.get("COMMIT") or _commit(),
+        "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "deepspeed": deepspeed.__version__},
+        "device": torch.cuda.get_device_name(),
+        **figures,
+    }
+    folder = Path(os.environ.get("OUT", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()

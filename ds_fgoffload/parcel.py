@@ -1,0 +1,213 @@
+"""What travels to the host and back in one copy: one large storage, or many small ones of a call, packed.
+
+A parcel lives as long as a saved storage in it. When the last one is gone, its device memory and its host block go
+back, whatever it was doing. Nothing else ends it, neither a first use nor a step boundary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_fgoffload.layout import storage_bytes
+from ds_fgoffload.pool import Lease
+from ds_fgoffload.stats import UnitStats
+from ds_fgoffload.streams import Fence
+from ds_fgoffload.transfer import Transfer
+
+
+class State(Enum):
+    """Who holds the bytes."""
+
+    RESIDENT = "the device"
+    COPYING_OUT = "the device; a copy to the host is under way or done"
+    ON_HOST = "the host block alone"
+    RELOADED = "the host block and new device memory"
+
+
+class Death(NamedTuple):
+    """Left behind by a parcel that is gone."""
+
+    key: int
+    leased_bytes: int
+
+
+class Parcel:
+    """The state that the bytes are in, and the only ways from one state to the next.
+
+    A way that does not start from the present state does nothing: what the schedule asks for is advice.
+
+    Args:
+        key: names the parcel to the schedule.
+        content: aliases of the storages in it, private to this package: one, or several that are to be packed.
+        stats: the counts of the unit that saved them.
+        transfer: makes the copies.
+        compute: the stream on which the content was made.
+        deaths: gets a :class:`Death` when the parcel is gone, at any moment, on any thread.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_alias",
+        "_compute",
+        "_content",
+        "_copied_in",
+        "_copied_out",
+        "_deaths",
+        "_lease",
+        "_memory",
+        "_original",
+        "_ready_on",
+        "_transfer",
+        "_version",
+        "accounted",
+        "key",
+        "offsets",
+        "saved_bytes",
+        "size_bytes",
+        "state",
+        "stats",
+    )
+
+    def __init__(
+        self,
+        key: int,
+        content: Sequence[torch.Tensor],
+        stats: UnitStats,
+        transfer: Transfer,
+        compute: Any,
+        deaths: deque[Death],
+    ) -> None:
+        self.key = key
+        self.stats = stats
+        self.state = State.RESIDENT
+        self.accounted = False
+        """True once it was counted what became of the bytes in backward."""
+        sizes_bytes = [alias.untyped_storage().nbytes() for alias in content]
+        self.saved_bytes = sum(sizes_bytes)
+        """Bytes of the storages in it, which is what is counted; ``size_bytes`` has the gaps between them too."""
+        self.offsets, self.size_bytes = _offsets(sizes_bytes)
+        self._content: Sequence[torch.Tensor] = content if len(content) > 1 else ()
+        # A single storage travels from where it is. The weak reference finds it again if something else holds it.
+        self._alias: torch.Tensor | None = content[0] if len(content) == 1 else None
+        self._original = _weak_reference(content[0]) if len(content) == 1 else None
+        self._version = content[0]._version
+        self._memory: torch.Tensor | None = self._alias
+        self._lease: Lease | None = None
+        self._copied_out: Fence | None = None
+        self._copied_in: Fence | None = None
+        self._ready_on: tuple[Any, ...] = ()  # streams that have waited for the copy in
+        self._transfer = transfer
+        self._compute = compute
+        self._deaths = deaths
+
+    def offload(self, lease: Lease) -> None:
+        """Begins the copy to the host; the device memory stays until :meth:`release`."""
+        self._lease = lease
+        if self._content:
+            sources = [storage_bytes(alias) for alias in self._content]
+            self._memory = self._transfer.pack(sources, self.offsets, self.size_bytes, self._compute)
+            for alias in self._content:
+                drop_memory(alias)
+            self._content = ()
+        assert self._memory is not None
+        self._copied_out = self._transfer.offload(storage_bytes(self._memory), lease, self._compute)
+        self.state = State.COPYING_OUT
+
+    def release(self) -> None:
+        """Drops this reference to the device memory, after the copy in the order of the device."""
+        if self.state is not State.COPYING_OUT:
+            return
+        self._transfer.before_release(self._copied_out)
+        self._memory = None
+        if self._alias is not None:
+            drop_memory(self._alias)
+        self.state = State.ON_HOST
+
+    def reload(self) -> bool:
+        """Makes the bytes come back to the device. False if they need no copy, because something else holds them."""
+        if self.state is not State.ON_HOST or self._find_original():
+            return False
+        assert self._lease is not None
+        destination, self._copied_in = self._transfer.reload(self._lease, self._copied_out, self._compute)
+        # .data has a version counter of its own: the copy itself must not count as a change of the saved values.
+        self._memory = destination.data
+        self.state = State.RELOADED
+        return True
+
+    def memory(self) -> torch.Tensor:
+        """The device memory of the whole parcel, ready for the caller's stream; reloaded now if need be."""
+        if self._memory is None:
+            self.reload()
+        if self.state is State.RELOADED:
+            compute = self._transfer.compute()
+            if compute not in self._ready_on:
+                self._transfer.before_use(self._copied_in, compute)
+                self._ready_on = (*self._ready_on, compute)
+        assert self._memory is not None
+        return self._memory
+
+    def _find_original(self) -> bool:
+        """Goes back to the single storage that was saved, if it is still on the device as it was."""
+        if self._alias is None or self._alias._version != self._version:
+            return False
+        assert self._original is not None
+        original = torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
+        if original is None or original.nbytes() != self.size_bytes:
+            return False
+        self._alias.data = torch.empty(0, dtype=torch.uint8, device=self._alias.device).set_(original)
+        self._memory = self._alias
+        self.state = State.COPYING_OUT
+        return True
+
+    def __del__(self) -> None:
+        leased_bytes = 0
+        if self._lease is not None:
+            # A copy out that still reads the freed memory spoils only a block that nobody will read; a copy in would
+            # spoil the memory's next owner.
+            if self.state is State.RELOADED and self._compute not in self._ready_on:
+                self._transfer.before_drop(self._copied_in, self._compute)
+            self._lease.give_back(self._copied_out, self._copied_in)
+            leased_bytes = self.size_bytes
+        self._deaths.append(Death(self.key, leased_bytes))
+
+
+def drop_memory(alias: torch.Tensor) -> None:
+    """Lets go of the memory under ``alias``, a detached alias of this package's own, and keeps its version counter.
+
+    The counter is shared with the tensor that was aliased, and goes on telling of changes in place.
+    """
+    alias.data = _nothing_on(alias.device)
+
+
+def _weak_reference(alias: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(alias.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+_ALIGNMENT_BYTES = 512  # of the device allocator; more than any dtype needs
+
+
+def _offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each storage begins in the parcel, and the size of the whole."""
+    if len(sizes_bytes) == 1:
+        return [0], sizes_bytes[0]
+    offsets, end = [], 0
+    for size_bytes in sizes_bytes:
+        offsets.append(end)
+        end += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return offsets, end
+
+
+_nothing: dict[torch.device, torch.Tensor] = {}
+
+
+def _nothing_on(device: torch.device) -> torch.Tensor:
+    empty = _nothing.get(device)
+    if empty is None:
+        empty = _nothing[device] = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty

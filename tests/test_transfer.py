@@ -1,0 +1,126 @@
+"""Every wait is needed, and together they are enough: random programs on streams that do their worst."""
+
+import ast
+import importlib.util
+import inspect
+from unittest import mock
+
+import pytest
+import torch
+
+from ds_fgoffload import transfer as transfer_module
+from ds_fgoffload.pool import Lease
+from ds_fgoffload.transfer import Transfer
+from tests.adversarial import run_seed
+
+ENOUGH_SEEDS = 1500
+"""A fault is found long before; only a wait that is not needed makes all of them run."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: a second thread only costs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_random_programs_give_the_same_numbers_and_no_access_is_out_of_order(first):
+    problems = {seed: run_seed(seed).problems for seed in range(first, first + 50)}
+    assert {seed: found for seed, found in problems.items() if found} == {}, "python -m tests.adversarial --seed ..."
+
+
+def test_random_programs_do_all_that_there_is_to_do():
+    stats = [s for seed in range(40) for s in run_seed(seed).stats]
+    for count in ("offloaded_bytes", "reloaded_bytes", "kept_bytes", "held_bytes", "used_in_place_bytes", "late_reloads"):
+        assert sum(getattr(s, count) for s in stats) > 0, count
+
+
+def caught_by(transfer_class):
+    """The seed, and the first thing that went wrong."""
+    for seed in range(ENOUGH_SEEDS):
+        problems = run_seed(seed, transfer_class).problems
+        if problems:
+            return seed, problems[0]
+    return None
+
+
+def waits():
+    tree = ast.parse(inspect.getsource(transfer_module))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and ".wait(" in ast.unparse(node)]
+
+
+def name_of(wait):
+    source = ast.parse(inspect.getsource(transfer_module))
+    functions = [f for f in ast.walk(source) if isinstance(f, ast.FunctionDef)]
+    inside = next(f for f in functions if f.lineno <= wait.lineno <= f.end_lineno)
+    return f"{inside.name}: {ast.unparse(wait)}"
+
+
+class _Without(ast.NodeTransformer):
+    def __init__(self, line):
+        self.line = line
+
+    def visit_Expr(self, node):  # noqa: N802 - the name is ast's
+        return ast.Pass() if node.lineno == self.line else node
+
+
+def transfer_without(wait):
+    tree = _Without(wait.lineno).visit(ast.parse(inspect.getsource(transfer_module)))
+    mutant = importlib.util.module_from_spec(transfer_module.__spec__)
+    exec(compile(ast.fix_missing_locations(tree), "mutant", "exec"), mutant.__dict__)
+    return mutant.Transfer
+
+
+@pytest.mark.parametrize("wait", waits(), ids=name_of)
+def test_no_wait_can_be_left_out(wait, record_property):
+    found = caught_by(transfer_without(wait))
+    record_property("found", found)
+    assert found is not None, f"{ENOUGH_SEEDS} programs went well without {ast.unparse(wait)}"
+
+
+class WithoutBeforeRelease(Transfer):
+    def before_release(self, copied_out):
+        pass
+
+
+class WithoutBeforeUse(Transfer):
+    def before_use(self, copied_in):
+        return self.compute()
+
+
+class WithoutBeforeDrop(Transfer):
+    def before_drop(self, copied_in, compute):
+        pass
+
+
+class TakesAnyUseForOneOnItsOwnStream(Transfer):
+    def before_use(self, copied_in):
+        super().before_use(copied_in)
+        return mock.ANY
+
+
+class KnowsOnlyTheStreamOfNow(Transfer):
+    def compute(self):
+        self._computes.clear()
+        return super().compute()
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [WithoutBeforeRelease, WithoutBeforeUse, WithoutBeforeDrop, TakesAnyUseForOneOnItsOwnStream, KnowsOnlyTheStreamOfNow],
+)
+def test_a_storage_may_not_skip_what_orders_its_end(mutant, record_property):
+    found = caught_by(mutant)
+    record_property("found", found)
+    assert found is not None
+
+
+def test_a_block_may_not_go_back_without_its_last_uses(record_property):
+    give_back = Lease.give_back
+    with mock.patch.object(Lease, "give_back", lambda lease, *_: give_back(lease)):
+        found = caught_by(Transfer)
+    record_property("found", found)
+    assert found is not None
