@@ -133,11 +133,10 @@ def main() -> None:
     figures["us_per_hook_call"] = {k: {"median": statistics.median(v), "all": v} for k, v in per_call.items()}
     figures["us_per_call_ours"] = {k: statistics.median(v) for k, v in split.items()}
     figures["us_in_hooks_per_step"] = {k: statistics.median(v) * calls[k] for k, v in per_call.items()}
-    figures["wall_ms"] = {
-        k: {"median": statistics.median(v), "min": min(v), "max": max(v)} for k, v in wall.items()
-    }
+    figures["wall_ms"] = {k: {"median": statistics.median(v), "min": min(v), "max": max(v)} for k, v in wall.items()}
     figures["gradients_equal"] = {
-        k: all(torch.equal(a, b) for a, b in zip(gradients[k], gradients["plain"], strict=True)) for k in ("ours", "trl")
+        k: all(torch.equal(a, b) for a, b in zip(gradients[k], gradients["plain"], strict=True))
+        for k in ("ours", "trl")
     }
     save("host_time", figures)
     for key, value in figures.items():

@@ -1,4 +1,4 @@
-"""Fine-grained activation offloading for DeepSpeed: what named submodules save for backward travels to the host and back.
+"""Fine-grained activation offloading for DeepSpeed: what named submodules save for backward travels to the host.
 
 Start reading at :mod:`ds_fgoffload.hooks`; docs/architecture.md follows one tensor through the files.
 """

@@ -139,4 +139,3 @@ def _in_backward() -> bool:
 def _hooks_allowed() -> bool:
     # torch.func transforms forbid saved-tensor hooks while they run
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-

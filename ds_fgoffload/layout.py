@@ -1,4 +1,4 @@
-"""The geometry of a saved tensor: how a view lies in its storage, and the same view over another copy of those bytes."""
+"""The geometry of a saved tensor: how a view lies in its storage, and the same view over a copy of those bytes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Layout(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Layout:
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def over(self, memory: torch.Tensor) -> torch.Tensor:
-        """This view over ``memory``, which holds the bytes of the storage.
+    def over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This view over the storage of ``tensor``, which may be any other view of it.
 
-        ``memory`` is a tensor over that very storage, or a one-dimensional uint8 tensor of its bytes. What is returned
-        shares its version counter, so that a change made through one view is seen before the next is used.
+        It shares ``tensor``'s version counter, so that a change made through one view is seen before the next is used.
         """
-        if memory.dtype is self.dtype:
-            return memory.as_strided(self.size, self.stride, self.offset)
-        itemsize = self.dtype.itemsize
-        if memory.dtype is not torch.uint8:
-            elements = memory.untyped_storage().nbytes() // memory.itemsize
-            memory = memory.as_strided((elements,), (1,), 0).view(torch.uint8)
-        whole = memory.numel() // itemsize * itemsize
-        memory = (memory if whole == memory.numel() else memory[:whole]).view(self.dtype)
-        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
+        if tensor.dtype is self.dtype:
+            return tensor.as_strided(self.size, self.stride, self.offset)
+        elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return self.within(tensor.as_strided((elements,), (1,), 0).view(torch.uint8))
+
+    def within(self, content: torch.Tensor) -> torch.Tensor:
+        """The same over ``content``: the bytes of the storage, one-dimensional and uint8, somewhere in another one."""
+        size_bytes = content.numel() // self.dtype.itemsize * self.dtype.itemsize
+        elements = (content if size_bytes == content.numel() else content[:size_bytes]).view(self.dtype)
+        return elements.as_strided(self.size, self.stride, elements.storage_offset() + self.offset)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

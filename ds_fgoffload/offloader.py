@@ -88,7 +88,7 @@ class Offloader:
             self._calls.clear()
             self._eligibility.refresh()
             self._transfer.compute()
-            self._schedule.micro_batch_began()
+            self._schedule.micro_batch_began(self._micro_batch)
 
     def watch_backward(self, output: object) -> None:
         """The forward of a micro-batch has returned ``output``: its backward begins at one of the tensors in it."""
@@ -145,7 +145,7 @@ class Offloader:
             storage = packed.storage
             parcel = storage.parcel
             # Once it was needed, the schedule has nothing to add, unless memory has become free meanwhile.
-            if parcel is not None and (self._deaths or not parcel.accounted or parcel.state is State.ON_HOST):
+            if parcel is not None and (self._deaths or not parcel.needed or parcel.state is State.ON_HOST):
                 self._need(parcel)
             return storage.view(packed.layout)
 
@@ -212,6 +212,7 @@ class Offloader:
 
     def _need(self, parcel: Parcel) -> None:
         self._bury()
+        parcel.needed = True
         if parcel.state is State.COPYING_OUT and not parcel.accounted:
             parcel.accounted = True
             parcel.stats.used_in_place_bytes += parcel.saved_bytes
@@ -265,5 +266,5 @@ class Offloader:
         while self._deaths:
             death = self._deaths.popleft()
             self._live_host_bytes -= death.leased_bytes
-            self._schedule.died(death.key)
             del self._parcels[death.key]
+            self._carry_out(self._schedule.died(death.key))

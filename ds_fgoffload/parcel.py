@@ -67,6 +67,7 @@ class Parcel:
         "_version",
         "accounted",
         "key",
+        "needed",
         "offsets",
         "saved_bytes",
         "size_bytes",
@@ -86,6 +87,8 @@ class Parcel:
         self.key = key
         self.stats = stats
         self.state = State.RESIDENT
+        self.needed = False
+        """True once backward has used it."""
         self.accounted = False
         """True once it was counted what became of the bytes in backward."""
         sizes_bytes = [alias.untyped_storage().nbytes() for alias in content]
@@ -134,7 +137,7 @@ class Parcel:
         if self.state is not State.ON_HOST or self._find_original():
             return False
         assert self._lease is not None
-        destination, self._copied_in = self._transfer.reload(self._lease, self._copied_out, self._compute)
+        destination, self._copied_in = self._transfer.reload(self._lease, self._compute)
         # .data has a version counter of its own: the copy itself must not count as a change of the saved values.
         self._memory = destination.data
         self.state = State.RELOADED
@@ -157,7 +160,7 @@ class Parcel:
         if self._alias is None or self._alias._version != self._version:
             return False
         assert self._original is not None
-        original = torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
+        original = _alive(self._original)
         if original is None or original.nbytes() != self.size_bytes:
             return False
         self._alias.data = torch.empty(0, dtype=torch.uint8, device=self._alias.device).set_(original)
@@ -187,6 +190,10 @@ def drop_memory(alias: torch.Tensor) -> None:
 
 def _weak_reference(alias: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(alias.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 _ALIGNMENT_BYTES = 512  # of the device allocator; more than any dtype needs

@@ -13,7 +13,7 @@ class Site(NamedTuple):
 
     unit: str
     call: int
-    index: int
+    save: int
 
 
 class Action(Enum):

@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 from ds_fgoffload.arena import ALIGNMENT_BYTES, Arena, Range, slab_sizes
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.host_limit import share_bytes
-from ds_fgoffload.streams import Fence, accelerator_device, allocate_host, latest
+from ds_fgoffload.streams import Fence, accelerator_device, allocate_host, latest, unpin_unused_host
 
 
 @dataclass(frozen=True)
@@ -275,19 +275,12 @@ class HostPool:
         freed = sum(slab.end - slab.start for slab in empty)
         self._pinned -= freed
         if freed:
-            _empty_host_cache()
+            unpin_unused_host()
         return freed
 
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes} bytes ({size_bytes / 2**20:.1f} MiB)"
-
-
-def _empty_host_cache() -> None:
-    """Unpins what torch's pinned allocator keeps for reuse: a tensor's end alone does not give it back."""
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None and torch.accelerator.is_available():
-        empty()
 
 
 _POOL = HostPool()

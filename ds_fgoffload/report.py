@@ -10,11 +10,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ds_fgoffload.pool import HostPoolStats
 from ds_fgoffload.stats import OffloadStats, UnitStats
 
-_WIDTH = 140
+_WIDTH = 400  # room for any name; the table takes no more than it needs
 _BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept")
 
 
@@ -40,7 +41,7 @@ def render(ranks: Sequence[RankCounts]) -> str:
         table.add_column(name, justify="left" if name in ("rank", "unit") else "right")
     for counts in ranks:
         for unit, stats in counts.offload.units.items():
-            table.add_row(str(counts.rank), shown(unit), str(stats.calls), *_cells(stats))
+            table.add_row(str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats))
         table.add_row(str(counts.rank), "all units", "", *_cells(counts.offload), style="bold", end_section=True)
     console = Console(file=io.StringIO(), width=_WIDTH)
     console.print(table)
@@ -60,7 +61,7 @@ def human(size_bytes: int) -> str:
     """``size_bytes`` in the unit that keeps it short."""
     size = float(size_bytes)
     for suffix in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or suffix == "GiB":  # noqa: PLR2004
+        if abs(size) < 1024 or suffix == "GiB":
             return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
         size /= 1024
     raise AssertionError
@@ -88,8 +89,9 @@ def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
     for counts in ranks:
         pool = counts.pool
         remarks.append(
-            f"rank {counts.rank}: host pool {human(pool.pinned_bytes)} pinned, peak {human(pool.peak_leased_bytes)} leased, "
-            f"limit {human(pool.limit_bytes)}; {human(counts.offload.live_host_bytes)} on the host now"
+            f"rank {counts.rank}: host pool {human(pool.pinned_bytes)} pinned, "
+            f"peak {human(pool.peak_leased_bytes)} leased, limit {human(pool.limit_bytes)}; "
+            f"{human(counts.offload.live_host_bytes)} on the host now"
         )
         if counts.offload.skipped:
             reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.offload.skipped.items()))
@@ -111,7 +113,10 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
         if not any(stats.calls for stats in all_stats):
             remarks.append(f"unit {shown(name)} saved nothing: it was never called with gradients enabled")
         elif not saved:
-            why = ", ".join(f"{reason} {n}" for reason, n in skipped.items()) or "nothing in it saves tensors for backward"
+            why = (
+                ", ".join(f"{reason} {n}" for reason, n in skipped.items())
+                or "nothing in it saves tensors for backward"
+            )
             remarks.append(f"unit {shown(name)} saved nothing that may be offloaded ({why})")
         elif offloaded and held == offloaded:
             remarks.append(f"unit {shown(name)} freed nothing: something else held every storage until backward")

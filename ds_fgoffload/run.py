@@ -68,7 +68,7 @@ class _Board:
 
     def __init__(self) -> None:
         self.rank, self._ranks = 0, 1
-        self._store: torch.distributed.Store | None = None
+        self._store: Any = None
 
     def find(self) -> None:
         """Looks for the process group, which exists once an engine does."""

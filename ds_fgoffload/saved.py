@@ -56,19 +56,21 @@ class SavedStorage:
         """
         memory = self.alias if self.parcel is None else self.parcel.memory()
         if memory is not self.alias:
-            memory = self._part_of(memory)
-            if memory._version != 0:
-                raise RuntimeError(_changed_in_place(layout, self._version, self._version + memory._version))
-        if self.alias._version != self._version:
-            raise RuntimeError(_changed_in_place(layout, self._version, self.alias._version))
-        return layout.over(memory)
+            self._restore_from(memory)
+        changes = self.alias._version - self._version + (0 if self._restored is None else self._restored._version)
+        if changes:
+            raise RuntimeError(_changed_in_place(layout, self._version, self._version + changes))
+        if memory is self.alias:
+            return layout.over(memory)
+        assert self._restored is not None
+        return layout.within(self._restored)
 
-    def _part_of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The bytes of this storage in the parcel's memory, with a version counter of their own (``.data``)."""
-        if self._restored is None or self._restored_from is not memory:
+    def _restore_from(self, memory: torch.Tensor) -> None:
+        """Finds the bytes of this storage in the parcel's memory, with a version counter of their own (``.data``)."""
+        changed = self._restored is not None and self._restored._version != 0
+        if self._restored_from is not memory and not changed:
             self._restored_from = memory
             self._restored = memory[self._offset : self._offset + self.size_bytes].data
-        return self._restored
 
 
 class SavedView:

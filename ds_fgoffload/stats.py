@@ -49,7 +49,7 @@ class UnitStats:
 
 @dataclass
 class OffloadStats:
-    """Cumulative counts of one attachment on this rank; bytes unless the name says otherwise. See :class:`UnitStats`."""
+    """Cumulative counts of one attachment on this rank, in bytes unless the name says otherwise: :class:`UnitStats`."""
 
     saved_bytes: int = 0
     offloaded_bytes: int = 0

@@ -182,3 +182,11 @@ def allocate_host(size_bytes: int, *, pinned: bool) -> torch.Tensor:
     else:
         memory = accelerator.pin_memory(torch.empty(size_bytes, dtype=torch.uint8))
     return memory
+
+
+def unpin_unused_host() -> None:
+    """Gives the system what torch's pinned allocator keeps for reuse: a tensor's end alone unpins nothing."""
+    # torch.accelerator has had it since torch 2.12
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.accelerator.is_available():
+        empty()

@@ -40,7 +40,7 @@ class Transfer:
         return compute
 
     def pack(self, parts: list[torch.Tensor], offsets: list[int], size_bytes: int, compute: Any) -> torch.Tensor:
-        """New device memory (uint8) of ``size_bytes`` with the ``parts`` at ``offsets``, made by one kernel of ``compute``."""
+        """New device memory (uint8) of ``size_bytes``, with ``parts`` at ``offsets``: one kernel on ``compute``."""
         streams = self._streams
         packed = streams.allocate(compute, size_bytes)
         places = [packed[offset : offset + part.numel()] for offset, part in zip(offsets, parts, strict=True)]
@@ -63,18 +63,20 @@ class Transfer:
         return streams.fence(d2h)
 
     def before_release(self, copied_out: Fence | None) -> None:
-        """After this the device memory that ``copied_out`` read may be dropped: its next owner writes after the copy."""
+        """After this the memory that ``copied_out`` read may be dropped: its next owner writes after the copy."""
         for compute in self._computes:
             self._streams.wait(compute, copied_out)
 
-    def reload(self, lease: Lease, copied_out: Fence | None, compute: Any) -> tuple[torch.Tensor, Fence | None]:
-        """Copies the block into new device memory (uint8) of ``compute``'s pool. Returns it and the end of the copy."""
+    def reload(self, lease: Lease, compute: Any) -> tuple[torch.Tensor, Fence | None]:
+        """Copies the block into new device memory (uint8) of ``compute``'s pool. Returns it and the end of the copy.
+
+        It comes after the copy out by way of the compute streams, which waited for that in :meth:`before_release`.
+        """
         streams = self._streams
         h2d = streams.h2d
         destination = streams.allocate(compute, lease.size_bytes)
         for last_owner in self._computes:
             streams.wait(h2d, streams.fence(last_owner))
-        streams.wait(h2d, copied_out)
         streams.copy(h2d, destination, lease.memory)
         return destination, streams.fence(h2d)
 

@@ -54,8 +54,10 @@ class Strided(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         turned = x.t().contiguous().t()
         even = x[:, ::2].repeat_interleave(2, dim=1)
-        row = x[:1].expand_as(x)
-        return (turned * even).tanh() + row * x.to(torch.bfloat16).exp().clamp(max=2).float()
+        row = x[:1].expand_as(x) * (x > 0).to(torch.uint8)
+        order = torch.arange(x.shape[1]).flip(0).expand_as(x).contiguous()
+        x = x.gather(1, order)
+        return (turned * even).tanh() + row * x.to(torch.bfloat16).sigmoid().float()
 
 
 class Residual(nn.Module):
@@ -106,6 +108,19 @@ class Wasteful(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         unused = self.linear(x).exp().sigmoid()
         return self.linear(x).tanh() + unused.detach().mean()
+
+
+class Glanced(nn.Module):
+    """The first to save the input of ``inner`` is an operation that backward never comes to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.5
+        unused = x.sin()
+        return self.inner(x) + unused.detach().mean()
 
 
 class OnSideStream(nn.Module):
@@ -173,6 +188,7 @@ def _random_block(dice: random.Random, width: int, depth: int) -> nn.Module:
         lambda: Residual(_random_block(dice, width, depth - 1)),
         lambda: nn.Sequential(*(_random_block(dice, width, depth - 1) for _ in range(2))),
         lambda: OnSideStream(_random_block(dice, width, depth - 1)),
+        lambda: Glanced(OnSideStream(nn.Linear(width, width))),
     ]
     return dice.choice(leaves + inner_ones * 2 if depth else leaves)()
 
@@ -286,6 +302,7 @@ def run_seed(seed: int, transfer_class: type[Transfer] = Transfer) -> Findings:
     try:
         with (
             mock.patch.multiple(offloader_module, **sizes),
+            mock.patch.object(offloader_module.logger, "warning"),  # of full pools
             mock.patch.object(sys, "unraisablehook", lambda what: crashes.append(repr(what.exc_value))),
         ):
             for n, step in order:

@@ -6,6 +6,7 @@ case that fails ends its processes, since its peers may wait for it in a collect
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -160,6 +161,8 @@ def _rank(rank: int, ranks: int, store: Path, work: bytes, pipe: Connection) -> 
         _become_rank(rank, ranks, store)
         function, cases = pickle.loads(work)
         for arguments in cases.values():
+            gc.collect()
+            gc.freeze()  # ZeRO-3 collects garbage at each start: no need to go through torch's objects for that
             pipe.send_bytes(pickle.dumps((True, function(*arguments))))
     except BaseException:  # noqa: BLE001 - whatever it was, the parent shows it
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_fgoffload import transfer as transfer_module
+from ds_fgoffload.parcel import Parcel
 from ds_fgoffload.pool import Lease
 from ds_fgoffload.transfer import Transfer
 from tests.adversarial import run_seed
@@ -87,8 +88,8 @@ class WithoutBeforeRelease(Transfer):
 
 
 class WithoutBeforeUse(Transfer):
-    def before_use(self, copied_in):
-        return self.compute()
+    def before_use(self, copied_in, compute):
+        pass
 
 
 class WithoutBeforeDrop(Transfer):
@@ -96,24 +97,32 @@ class WithoutBeforeDrop(Transfer):
         pass
 
 
-class TakesAnyUseForOneOnItsOwnStream(Transfer):
-    def before_use(self, copied_in):
-        super().before_use(copied_in)
-        return mock.ANY
-
-
 class KnowsOnlyTheStreamOfNow(Transfer):
     def compute(self):
-        self._computes.clear()
-        return super().compute()
+        compute = super().compute()
+        self._computes = {compute: None}
+        return compute
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [WithoutBeforeRelease, WithoutBeforeUse, WithoutBeforeDrop, TakesAnyUseForOneOnItsOwnStream, KnowsOnlyTheStreamOfNow],
+    "mutant", [WithoutBeforeRelease, WithoutBeforeUse, WithoutBeforeDrop, KnowsOnlyTheStreamOfNow]
 )
 def test_a_storage_may_not_skip_what_orders_its_end(mutant, record_property):
     found = caught_by(mutant)
+    record_property("found", found)
+    assert found is not None
+
+
+def test_a_use_on_one_stream_is_none_on_another(record_property):
+    end = Parcel.__del__
+
+    def careless_end(parcel):
+        if parcel._ready_on:
+            parcel._ready_on = (parcel._compute,)
+        end(parcel)
+
+    with mock.patch.object(Parcel, "__del__", careless_end):
+        found = caught_by(Transfer)
     record_property("found", found)
     assert found is not None
 

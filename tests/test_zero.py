@@ -1,4 +1,4 @@
-"""Training under ZeRO 0-3 on two ranks: losses, gradients and parameters are the same bits with and without offloading."""
+"""Training under ZeRO 0-3 on two ranks: losses, gradients, parameters are the same bits with and without offloading."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Case:
     stage: int | None
     dtype: torch.dtype = torch.float32
     accumulation: int = 1
-    steps: int = 3
+    steps: int = 2
     zero: dict[str, Any] = field(default_factory=dict)
     section: dict[str, Any] = field(default_factory=dict)
     packed: bool = True  # small storages travel together
@@ -145,9 +145,10 @@ class Case:
         attn = TOKENS * ((1 + 3 + 1) * WIDTH + LENGTH) * size
         if self.autocast and self.stage == 3:  # ZeRO-3's linear saves what it was given, and casts inside
             mlp, attn = mlp + TOKENS * WIDTH * 2, attn + TOKENS * WIDTH * 2
-        whole_layers = LAYERS - bool(self.frozen)
-        frozen_last = TOKENS * ((3 + 4) * WIDTH + LENGTH) * size  # q, k, v, the softmax, and the input of GELU
-        return whole_layers * (attn + mlp) + (frozen_last if self.frozen == LAST_FROZEN else 0)
+        layers = (LAYERS - (self.frozen == FIRST_FROZEN)) * (attn + mlp)
+        if self.frozen == LAST_FROZEN and self.stage != 3:  # no inputs of frozen layers; but ZeRO-3's own saves them
+            layers -= TOKENS * (1 + 1 + 1 + 4) * WIDTH * size
+        return layers
 
 
 def micro_batch(index: int) -> tuple[Tensor, Tensor]:
@@ -336,7 +337,7 @@ def check_step(case: Case, offload: Any, before: Any) -> None:
 def close_and_check(trainer: Trainer) -> None:
     """The end of an engine is the end of its offloading."""
     offloads = trainer.offload is not None
-    assert hooks_of_ours(trainer.model) == offloads * (1 + 2 * len(UNITS))
+    assert (hooks_of_ours(trainer.model) > 0) == offloads
     assert (ds_fgoffload.host_pool().stats().pinned_bytes > 0) == offloads
     trainer.close()
     assert hooks_of_ours(trainer.model) == 0
@@ -370,6 +371,8 @@ def two_engines_in_turn(stage: int) -> None:
             actor_loss = actor.call(tokens, targets)
             critic_loss = critic.call(targets, tokens)
             history |= {f"loss {step} actor": actor_loss.detach(), f"loss {step} critic": critic_loss.detach()}
+            leased_bytes = ds_fgoffload.host_pool().stats().leased_bytes
+            assert leased_bytes >= 2 * case.micro_batch_bytes() if offloads else leased_bytes == 0
             for name, trainer, loss in (("actor", actor, actor_loss), ("critic", critic, critic_loss)):
                 trainer.backward(loss)
                 history |= {f"gradient {step} {name} {p}": value for p, value in trainer.gradients()}
@@ -381,8 +384,6 @@ def two_engines_in_turn(stage: int) -> None:
                     assert stats.offloaded_bytes == stats.reloaded_bytes == (step + 1) * case.micro_batch_bytes()
                     assert stats.live_host_bytes == 0
             assert ds_fgoffload.host_pool().stats().leased_bytes == 0
-        if actor.offload is not None:
-            assert ds_fgoffload.host_pool().stats().peak_leased_bytes >= 2 * case.micro_batch_bytes()
         actor.close()
         assert (ds_fgoffload.host_pool().stats().pinned_bytes > 0) == offloads  # the critic still uses the pool
         history |= {f"parameter critic {name}": value for name, value in critic.parameters()}
@@ -394,7 +395,7 @@ def two_engines_in_turn(stage: int) -> None:
 
 
 MATRIX = [
-    Case(stage, dtype, accumulation)
+    Case(stage, dtype, accumulation, steps=3)
     for stage in (None, 0, 1, 2, 3)
     for dtype in (torch.float32, torch.bfloat16)
     for accumulation in (1, 3)
@@ -434,6 +435,8 @@ def outcomes() -> dict[str, Outcome]:
     return run_cases(run_job, JOBS)
 
 
+@pytest.mark.ranks
+@pytest.mark.xdist_group("zero")  # the cases share their processes
 @pytest.mark.parametrize("name", JOBS)
 def test_same_bits_on_two_ranks(name: str, outcomes: dict[str, Outcome]) -> None:
     outcomes[name].check()

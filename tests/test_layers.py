@@ -1,0 +1,114 @@
+"""Imports point down only, and what is said to be done in one place is done nowhere else."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import ds_fgoffload
+
+PACKAGE = Path(ds_fgoffload.__file__).parent
+NAME = PACKAGE.name
+
+LAYERS = {
+    7: "api run",
+    6: "report adapters adapters.plain adapters.zero adapters.pipeline",
+    5: "hooks",
+    4: "offloader",
+    3: "scope",
+    2: "saved parcel",
+    1: "selection eligibility transfer pool",
+    0: "schedule order plan config layout stats streams errors arena host_limit",
+}
+BESIDE = {
+    "run": {"api"},
+    "adapters": {"adapters.plain", "adapters.zero", "adapters.pipeline"},
+    "adapters.pipeline": {"adapters.zero"},
+    "saved": {"parcel"},
+    "transfer": {"pool"},
+    "schedule": {"order", "plan"},
+    "order": {"plan"},
+    "config": {"errors"},
+}
+"""What a module may import of its own layer."""
+
+LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules.split()}
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+    if path != PACKAGE / "__init__.py"
+}
+MODULES = pytest.mark.parametrize("module", sorted(FILES))
+
+
+def imported_by(module):
+    """Dotted names; ``from a import b`` counts as ``a.b``, which may be a module or something in it."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def siblings_imported_by(module):
+    for name in imported_by(module):
+        inside = name.removeprefix(f"{NAME}.")
+        if inside != name:
+            yield inside if inside in FILES else inside.rpartition(".")[0]
+
+
+def dotted_names_in(module):
+    return {ast.unparse(n) for n in ast.walk(ast.parse(FILES[module].read_text())) if isinstance(n, ast.Attribute | ast.Name)}
+
+
+def modules_that_mention(*names):
+    """Modules that import one of ``names`` or use it by its dotted name."""
+    return {
+        module
+        for module in FILES
+        for found in {*imported_by(module), *dotted_names_in(module)}
+        if any(f"{found}.".startswith(f"{name}.") or found.endswith(f".{name}") for name in names)
+    }
+
+
+def test_every_module_has_a_layer():
+    assert set(FILES) == set(LAYER_OF)
+
+
+@MODULES
+def test_imports_point_down(module):
+    for other in siblings_imported_by(module):
+        below = LAYER_OF[other] < LAYER_OF[module]
+        assert below or other in BESIDE.get(module, ()), f"{module} imports {other}"
+
+
+def test_what_may_be_imported_beside_is_imported():
+    assert {module: others - set(siblings_imported_by(module)) for module, others in BESIDE.items()} == {m: set() for m in BESIDE}
+
+
+@pytest.mark.parametrize("module", ["schedule", "order", "plan"])
+def test_the_schedule_is_pure_python(module):
+    roots = {name.partition(".")[0] for name in imported_by(module)}
+    assert roots <= {NAME} | set(sys.stdlib_module_names)
+    assert set(siblings_imported_by(module)) <= {"order", "plan"}
+
+
+def test_only_the_hooks_know_saved_tensor_hooks():
+    assert modules_that_mention("torch.autograd.graph", "saved_tensors_hooks") == {"hooks"}
+
+
+def test_only_streams_knows_the_accelerator():
+    assert modules_that_mention("get_accelerator", "deepspeed.accelerator", "torch.accelerator") == {"streams"}
+    assert modules_that_mention("torch.cuda", "torch.xpu", "torch.npu") <= {"streams"}
+
+
+def test_only_adapters_api_and_run_know_engines():
+    engines = modules_that_mention("deepspeed.runtime.engine", "deepspeed.runtime.pipe", "deepspeed.initialize")
+    assert engines <= {"adapters", "adapters.zero", "adapters.plain", "adapters.pipeline", "api", "run"}
+
+
+@MODULES
+def test_a_module_can_be_read_in_one_sitting(module):
+    assert len(FILES[module].read_text().splitlines()) <= 300

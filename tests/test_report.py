@@ -1,0 +1,149 @@
+"""The report, out of literal counts: its columns, its sums, and what it says below the table."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from ds_fgoffload.pool import HostPoolStats
+from ds_fgoffload.report import RankCounts, human, render, shown
+from ds_fgoffload.stats import OffloadStats, UnitStats, total
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+POOL = HostPoolStats(
+    pinned_bytes=16 * MIB,
+    leased_bytes=2 * MIB,
+    peak_leased_bytes=12 * MIB,
+    requested_bytes=2 * MIB,
+    limit_bytes=4 * GIB,
+    allocations=1,
+    hits=9,
+    refused_allocations=0,
+)
+BUSY = UnitStats(
+    calls=6,
+    saved_bytes=10 * MIB,
+    offloaded_bytes=7 * MIB,
+    kept_bytes=3 * MIB,
+    reloaded_bytes=4 * MIB,
+    used_in_place_bytes=2 * MIB,
+    held_bytes=1 * MIB,
+    late_reloads=5,
+    skipped=Counter(parameter=12, host_full=3),
+)
+SMALL = UnitStats(calls=2, skipped=Counter(too_small=4, parameter=1))
+BARE = UnitStats(calls=2)
+HELD = UnitStats(calls=2, saved_bytes=2 * MIB, offloaded_bytes=2 * MIB, held_bytes=2 * MIB)
+HALF_HELD = UnitStats(calls=2, saved_bytes=2 * MIB, offloaded_bytes=2 * MIB, held_bytes=MIB, reloaded_bytes=MIB)
+KEPT = UnitStats(calls=2, saved_bytes=2 * MIB, kept_bytes=2 * MIB, skipped=Counter(host_full=2))
+
+
+def counts(rank: int = 0, live_host_bytes: int = 0, **units: UnitStats) -> RankCounts:
+    return RankCounts(rank, total(units, live_host_bytes), POOL)
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells, row by row, the header first."""
+    rows = [line for line in text.splitlines() if line.startswith(("┃", "│"))]
+    return [[cell.strip() for cell in row.strip("┃│").replace("┃", "│").split("│")] for row in rows]
+
+
+def remarks(text: str) -> list[str]:
+    return text[text.rindex("┘") + 1 :].split("\n")[1:-1]
+
+
+def test_a_row_for_each_rank_and_unit_and_the_sums_of_each_rank() -> None:
+    text = render([counts(0, a=BUSY, b=HALF_HELD), counts(1, a=SMALL, b=BUSY)])
+    assert text.splitlines()[0].strip() == "fine_grained_offload: bytes since attaching"
+    assert table(text) == [
+        ["rank", "unit", "calls", "saved", "offloaded", "reloaded", "in place", "held", "kept", "late"],
+        ["0", "a", "6", "10.0 MiB", "7.0 MiB", "4.0 MiB", "2.0 MiB", "1.0 MiB", "3.0 MiB", "5"],
+        ["0", "b", "2", "2.0 MiB", "2.0 MiB", "1.0 MiB", "-", "1.0 MiB", "-", "-"],
+        ["0", "all units", "", "12.0 MiB", "9.0 MiB", "5.0 MiB", "2.0 MiB", "2.0 MiB", "3.0 MiB", "5"],
+        ["1", "a", "2", "-", "-", "-", "-", "-", "-", "-"],
+        ["1", "b", "6", "10.0 MiB", "7.0 MiB", "4.0 MiB", "2.0 MiB", "1.0 MiB", "3.0 MiB", "5"],
+        ["1", "all units", "", "10.0 MiB", "7.0 MiB", "4.0 MiB", "2.0 MiB", "1.0 MiB", "3.0 MiB", "5"],
+    ]
+
+
+def test_what_is_said_of_a_rank() -> None:
+    text = render([counts(0, live_host_bytes=3 * KIB, a=BUSY), counts(7, a=HALF_HELD)])
+    assert remarks(text) == [
+        "rank 0: host pool 16.0 MiB pinned, peak 12.0 MiB leased, limit 4.0 GiB; 3.0 KiB on the host now",
+        "rank 0: saved tensors left on the device, by reason: host_full 3, parameter 12",
+        "rank 7: host pool 16.0 MiB pinned, peak 12.0 MiB leased, limit 4.0 GiB; 0 B on the host now",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([UnitStats()], "unit x saved nothing: it was never called with gradients enabled"),
+        ([SMALL], "unit x saved nothing that may be offloaded (too_small 4, parameter 1)"),
+        ([SMALL, SMALL], "unit x saved nothing that may be offloaded (too_small 8, parameter 2)"),
+        ([BARE], "unit x saved nothing that may be offloaded (nothing in it saves tensors for backward)"),
+        ([HELD], "unit x freed nothing: something else held every storage until backward"),
+        ([HELD, UnitStats()], "unit x freed nothing: something else held every storage until backward"),
+        ([UnitStats(), BUSY], None),  # as under a pipeline: of use on some rank is enough
+        ([HELD, HALF_HELD], None),
+        ([KEPT], None),
+        ([BUSY], None),
+    ],
+)
+def test_what_is_said_of_a_unit_that_was_of_no_use(ranks: list[UnitStats], said: str | None) -> None:
+    text = render([counts(rank, x=stats) for rank, stats in enumerate(ranks)])
+    assert [line for line in remarks(text) if line.startswith("unit")] == ([said] if said else [])
+
+
+def test_units_that_only_some_ranks_have_are_judged_by_those() -> None:
+    """A pipeline's stages have different units."""
+    text = render([counts(0, first=BUSY), counts(1, second=UnitStats())])
+    said = [line for line in remarks(text) if line.startswith("unit")]
+    assert said == ["unit second saved nothing: it was never called with gradients enabled"]
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp", "a[bold]b", "experts[/]", "x" * 150])
+def test_a_name_is_shown_whole_whatever_is_in_it(name: str) -> None:
+    assert table(render([counts(0, **{name: BUSY})]))[1][1] == name
+    assert f"unit {name} saved nothing" in render([counts(0, **{name: BARE})])
+
+
+def test_the_root_has_a_name_too() -> None:
+    assert shown("") == "(whole model)"
+    assert table(render([counts(0, **{"": BUSY})]))[1][1] == "(whole model)"
+
+
+def test_nothing_attached_to_is_an_empty_table() -> None:
+    assert table(render([RankCounts(0, OffloadStats(), POOL)]))[1:] == [["0", "all units", "", *["-"] * 7]]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (MIB - 1, "1024.0 KiB"),
+        (MIB, "1.0 MiB"),
+        (5 * GIB, "5.0 GiB"),
+        (5000 * GIB, "5000.0 GiB"),
+        (-2048, "-2.0 KiB"),
+    ],
+)
+def test_sizes_are_short(size_bytes: int, text: str) -> None:
+    assert human(size_bytes) == text
+
+
+def test_counts_survive_json() -> None:
+    found = json.loads(json.dumps(counts(3, live_host_bytes=5, a=BUSY, b=SMALL).as_dict()))
+    assert found["rank"] == 3
+    assert (found["saved_bytes"], found["offloaded_bytes"], found["kept_bytes"]) == (10 * MIB, 7 * MIB, 3 * MIB)
+    assert (found["reloaded_bytes"], found["late_reloads"], found["live_host_bytes"]) == (4 * MIB, 5, 5)
+    assert found["skipped"] == {"parameter": 13, "host_full": 3, "too_small": 4}
+    assert found["units"]["b"]["skipped"] == {"too_small": 4, "parameter": 1}
+    assert found["units"]["a"]["held_bytes"] == MIB
+    assert found["pool_peak_leased_bytes"] == 12 * MIB
+    assert found["pool_limit_bytes"] == 4 * GIB
