@@ -8,7 +8,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
 PIP_FLAGS ?=
-TEST_FLAGS ?= -n 2 --dist loadgroup
+TEST_FLAGS ?= -n 2 --dist loadfile
 DEMO_STEPS ?= 20
 
 ifeq ($(strip $(VENV)),)

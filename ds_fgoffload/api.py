@@ -20,7 +20,7 @@ from ds_fgoffload.hooks import ModuleHooks
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.pool import HostPoolSettings, host_pool
-from ds_fgoffload.report import RankCounts, render
+from ds_fgoffload.report import RankCounts, render, shown
 from ds_fgoffload.stats import OffloadStats
 from ds_fgoffload.streams import accelerator_device
 from ds_fgoffload.transfer import transfer_on
@@ -51,6 +51,7 @@ class Attachment:
         pool = host_pool()
         pool.configure(HostPoolSettings(config.host_pool.max_bytes, config.host_pool.pin_memory))
         self._adapter = adapter
+        self._units = tuple(chosen.units)
         self._target = weakref.ref(target)
         self._offloader = Offloader(
             chosen.units,
@@ -67,8 +68,12 @@ class Attachment:
         self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader)
         pool.add_user()
         self._leave_pool = weakref.finalize(self, pool.remove_user)
+        if config.enabled and config.release_pipeline_buffers:
+            adapter.release_engine_buffers()
         itself = weakref.ref(self)
         adapter.on_destroy(lambda: _detach_if_there(itself()))
+        adapter.on_compile(lambda: _warn_of_compiled(itself()))
+        _warn_of_compiled(self)
         self._tally = Tally(self)
         _tallies.append(self._tally)
 
@@ -107,8 +112,14 @@ class Attachment:
         return type(None), ()
 
     def _gather(self) -> list[RankCounts]:
-        ranks = self._adapter.gather((self.stats(), host_pool().stats()))
-        return [RankCounts(rank, offload, pool) for rank, (offload, pool) in enumerate(ranks)]
+        ranks = self._adapter.gather((self.stats(), host_pool().stats(), self.compiled_units()))
+        return [RankCounts(rank, *counts) for rank, counts in enumerate(ranks)]
+
+    def compiled_units(self) -> tuple[str, ...]:
+        """Units that lie in a module compiled as a whole by ``torch.compile``: their hooks do not run."""
+        modules = dict(self._adapter.root.named_modules(remove_duplicate=False))
+        compiled = [name for name, module in modules.items() if _is_compiled(module)]
+        return tuple(unit for unit in self._units if any(_is_at_or_below(unit, name) for name in compiled))
 
 
 def attach(
@@ -200,6 +211,23 @@ def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Sel
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
     return chosen
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _is_at_or_below(name: str, top: str) -> bool:
+    return not top or name == top or name.startswith(f"{top}.")
+
+
+def _warn_of_compiled(attachment: Attachment | None) -> None:
+    units = attachment.compiled_units() if attachment is not None else ()
+    if units:
+        logger.warning(
+            f"{SECTION}: nothing is offloaded of {', '.join(map(shown, units))}: torch.compile has compiled what they lie "
+            "in as a whole, and compiled code calls no module hooks; compile modules inside the units instead"
+        )
 
 
 def _detach_if_there(attachment: Attachment | None) -> None:

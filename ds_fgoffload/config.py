@@ -140,6 +140,11 @@ class FineGrainedOffloadConfig(_Section):
     """Bytes that may lie on the device at once in backward because they were copied back ahead of need. Unset:
     automatic. 0: nothing is copied back before it is needed."""
 
+    release_pipeline_buffers: StrictBool = False
+    """Whether a ``PipelineEngine`` lets go of the last stage's outputs and labels and the first stage's inputs as soon
+    as a micro-batch has gone backward, instead of keeping them until their buffer is used again. For a script that does
+    not read ``engine.pipe_buffers`` itself. Without effect on other engines."""
+
     host_pool: HostPoolConfig = HostPoolConfig()
     """The host memory that offloaded tensors lie in: ``max_bytes``, ``pin_memory``, ``on_full``."""
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from ds_fgoffload.plan import Site
 
-
 LONGEST_ROUND = 1024
 """A micro-batch that has not begun backward after so many others is not waited for: someone keeps its graph."""
 

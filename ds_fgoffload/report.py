@@ -26,6 +26,8 @@ class RankCounts:
     rank: int
     offload: OffloadStats
     pool: HostPoolStats
+    compiled_units: tuple[str, ...] = ()
+    """Units whose hooks do not run, because ``torch.compile`` compiled what they lie in."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
@@ -110,7 +112,11 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
         offloaded = sum(stats.offloaded_bytes for stats in all_stats)
         held = sum(stats.held_bytes for stats in all_stats)
         skipped = sum((stats.skipped for stats in all_stats), Counter[str]())
-        if not any(stats.calls for stats in all_stats):
+        if any(name in counts.compiled_units for counts in ranks):
+            remarks.append(
+                f"unit {shown(name)} saved nothing: it lies in a module that torch.compile compiled as a whole"
+            )
+        elif not any(stats.calls for stats in all_stats):
             remarks.append(f"unit {shown(name)} saved nothing: it was never called with gradients enabled")
         elif not saved:
             why = (

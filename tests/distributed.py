@@ -43,14 +43,14 @@ class Outcome:
         return self.results
 
 
-def run_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2, timeout_s: float = 100) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2, timeout_s: float = 240) -> list[Any]:
     """What ``function(*arguments)`` returns on each rank. Raises :class:`RanksFailed`."""
     outcomes = run_cases(function, {"": arguments}, ranks=ranks, timeout_s=timeout_s)
     return list(outcomes[""].check())
 
 
 def run_cases(
-    function: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], *, ranks: int = 2, timeout_s: float = 100
+    function: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], *, ranks: int = 2, timeout_s: float = 240
 ) -> dict[str, Outcome]:
     """Runs ``function(*arguments)`` for each case, in order, on every rank; ``timeout_s`` is for all of them together.
 

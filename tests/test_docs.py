@@ -29,7 +29,7 @@ def sections():
                 yield pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
 
 
-@pytest.mark.parametrize("text", sections())
+@pytest.mark.parametrize("text", list(sections()))
 def test_every_json_snippet_is_a_valid_section(text):
     whole = text.strip()
     section = json.loads(whole if whole.startswith("{") else "{" + whole + "}")[SECTION]
@@ -49,6 +49,6 @@ def links():
                 yield pytest.param(page, target, id=f"{page.relative_to(ROOT)}-{target}")
 
 
-@pytest.mark.parametrize(("page", "target"), links())
+@pytest.mark.parametrize(("page", "target"), list(links()))
 def test_every_link_leads_somewhere(page, target):
     assert (page.parent / target).exists()

@@ -281,7 +281,7 @@ def test_changing_pin_memory_frees_what_it_can_and_warns_of_the_rest(log):
 
 def test_trim_waits_for_the_last_uses_of_empty_slabs_before_it_frees_them(monkeypatch):
     system, waits, emptied = System(), [], []
-    monkeypatch.setattr(pool_module, "_empty_host_cache", lambda: emptied.append(system.held_bytes))
+    monkeypatch.setattr(pool_module, "unpin_unused_host", lambda: emptied.append(system.held_bytes))
     pool = make_pool(system=system)
 
     def fence(stream, number):

@@ -130,10 +130,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        made = {f: getattr(self, f) for f in self.__dataclass_fields__}
-        changed = [f"{f}={v}" for f, v in made.items() if f not in ("stage", "dtype") and v != getattr(Case(0), f)]
-        stage = "plain" if self.stage is None else f"zero{self.stage}"
-        return "-".join([stage, str(self.dtype).removeprefix("torch."), *changed])
+        words = ["plain" if self.stage is None else f"zero{self.stage}", str(self.dtype).removeprefix("torch.")]
+        for key in list(self.__dataclass_fields__)[2:]:
+            value = getattr(self, key)
+            if isinstance(value, dict):
+                words += [f"{inner}={value[inner]}" for inner in value]
+            elif isinstance(value, tuple):
+                words += [f"{key}={'+'.join(value)}"] if value else []
+            elif value != getattr(Case(0), key):
+                words.append(key if value is True else f"{key}={value}")
+        return "-".join(words)
 
     def section_of_config(self) -> dict[str, Any]:
         return {"modules": ["layers.*.attn", "layers.*.mlp"], "min_tensor_bytes": 0, **self.section}
@@ -432,11 +438,11 @@ def run_job(function: Callable[..., None], argument: Any) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
+    """All cases share their processes. (Under xdist, --dist loadfile keeps each worker from running all of them.)"""
     return run_cases(run_job, JOBS)
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("zero")  # the cases share their processes
 @pytest.mark.parametrize("name", JOBS)
 def test_same_bits_on_two_ranks(name: str, outcomes: dict[str, Outcome]) -> None:
     outcomes[name].check()

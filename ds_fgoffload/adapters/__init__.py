@@ -29,11 +29,17 @@ class Adapter(Protocol):
     def gather(self, item: Any) -> list[Any]:
         """``item`` of every rank, by rank. Collective where there are several ranks."""
 
+    def release_engine_buffers(self) -> None:
+        """The engine is to let go of activations that it keeps beyond their use."""
+
     def on_destroy(self, detach: Callable[[], None]) -> None:
         """``detach`` is to be called when the engine is destroyed."""
 
+    def on_compile(self, compiled: Callable[[], None]) -> None:
+        """``compiled`` is to be called when the engine has compiled its module."""
+
     def release(self) -> None:
-        """Undoes :meth:`on_destroy`."""
+        """Undoes all of the above."""
 
 
 def adapt(target: object) -> Adapter:

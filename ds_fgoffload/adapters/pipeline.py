@@ -1,11 +1,69 @@
-"""DeepSpeed's pipeline engines: a rank holds the layers of its stage, named by their global index."""
+"""DeepSpeed's pipeline engines: a rank holds the layers of its stage, named by their global index.
+
+An engine calls its module once per micro-batch (twice under DualPipeV, once per chunk), so that nothing has to be known of
+its schedule: the order in which micro-batches go backward is learned (:mod:`ds_fgoffload.order`).
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+
 from ds_fgoffload.adapters.zero import ZeroAdapter
+from ds_fgoffload.config import SECTION
 
 
 class PipelineAdapter(ZeroAdapter):
     """A pattern that matches nothing on this stage may match on another."""
 
     ranks_hold_same_modules = False
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        super().__init__(engine)
+        self._pipeline = engine
+        if engine.module.activation_checkpoint_interval > 0 and _is_deepspeeds(
+            engine.module.activation_checkpoint_func
+        ):
+            logger.warning(
+                f"{SECTION}: this pipeline checkpoints its layers with deepspeed.checkpointing, which keeps their inputs "
+                "where no saved-tensor hook sees them, so they stay on the device, and units inside the layers are "
+                "recomputed instead of offloaded. To offload the inputs, give PipelineModule "
+                "activation_checkpoint_func=functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False) "
+                'and select the whole model with "*"'
+            )
+
+    def release_engine_buffers(self) -> None:
+        """From now on the engine lets go of what it no longer reads once a micro-batch has gone backward.
+
+        DeepSpeed keeps the last stage's outputs and labels, and the first stage's inputs, until their buffer is used
+        again. DualPipeV frees its own.
+        """
+        if isinstance(self._pipeline, DualPipeVEngine):
+            return
+        instructions = self._pipeline._INSTRUCTION_MAP
+        backward = instructions[schedule.BackwardPass]
+
+        def backward_and_release(engine: PipelineEngine, buffer_id: int) -> None:
+            backward(engine, buffer_id)
+            buffers = engine.pipe_buffers
+            if engine.is_last_stage():
+                buffers["outputs"][buffer_id] = None
+                buffers["labels"][buffer_id] = None
+            if engine.is_first_stage():
+                buffers["inputs"][buffer_id] = None
+
+        # The engine looks its instructions up on itself, so the map of this instance can differ from the class's.
+        self._pipeline._INSTRUCTION_MAP = {**instructions, schedule.BackwardPass: backward_and_release}
+
+    def release(self) -> None:
+        super().release()
+        self._pipeline.__dict__.pop("_INSTRUCTION_MAP", None)
+
+
+def _is_deepspeeds(checkpoint: Any) -> bool:
+    return checkpoint in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint)

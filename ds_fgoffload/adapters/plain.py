@@ -22,7 +22,13 @@ class PlainAdapter:
     def gather(self, item: Any) -> list[Any]:
         return [item]
 
+    def release_engine_buffers(self) -> None:
+        pass
+
     def on_destroy(self, detach: Callable[[], None]) -> None:
+        pass
+
+    def on_compile(self, compiled: Callable[[], None]) -> None:
         pass
 
     def release(self) -> None:

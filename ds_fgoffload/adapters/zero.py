@@ -9,7 +9,8 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_fgoffload.config import find_section
+from ds_fgoffload.config import SECTION, find_section
+from ds_fgoffload.errors import OffloadConfigError
 
 
 class ZeroAdapter:
@@ -18,6 +19,12 @@ class ZeroAdapter:
     ranks_hold_same_modules = True
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
+        if getattr(engine._config.compile_config, "deepcompile", False):
+            msg = (
+                f"{SECTION}: compile.deepcompile is on, and a graph compiled by DeepCompile calls no module hooks; use "
+                'its own pass ("compile": {"deepcompile": true, "offload_activation": true}), or turn deepcompile off'
+            )
+            raise OffloadConfigError(msg)
         self._engine = engine
         self.root: nn.Module = engine.module
 
@@ -31,6 +38,9 @@ class ZeroAdapter:
         dist.all_gather_object(items, item)
         return items
 
+    def release_engine_buffers(self) -> None:
+        pass
+
     def on_destroy(self, detach: Callable[[], None]) -> None:
         engine = self._engine
         destroy = type(engine).destroy
@@ -41,5 +51,16 @@ class ZeroAdapter:
 
         engine.destroy = detach_and_destroy
 
+    def on_compile(self, compiled: Callable[[], None]) -> None:
+        engine = self._engine
+        compile_engine = type(engine).compile
+
+        def compile_and_tell(*args: Any, **kwargs: Any) -> None:
+            compile_engine(engine, *args, **kwargs)
+            compiled()
+
+        engine.compile = compile_and_tell
+
     def release(self) -> None:
-        self._engine.__dict__.pop("destroy", None)
+        for name in ("destroy", "compile"):
+            self._engine.__dict__.pop(name, None)
