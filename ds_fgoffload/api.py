@@ -225,8 +225,8 @@ def _warn_of_compiled(attachment: Attachment | None) -> None:
     units = attachment.compiled_units() if attachment is not None else ()
     if units:
         logger.warning(
-            f"{SECTION}: nothing is offloaded of {', '.join(map(shown, units))}: torch.compile has compiled what they lie "
-            "in as a whole, and compiled code calls no module hooks; compile modules inside the units instead"
+            f"{SECTION}: nothing is offloaded of {', '.join(map(shown, units))}: torch.compile has compiled what they "
+            "lie in as a whole, and compiled code calls no module hooks; compile modules inside the units instead"
         )
 
 

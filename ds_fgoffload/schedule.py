@@ -4,8 +4,8 @@ Pure Python, no tensors, no clock: the runtime drives it with what happens, a pl
 
 Forward: every save that the plan offloads is copied at once (``OFFLOAD``). Its device memory is given back
 (``RELEASE``) only when ``release_window_bytes`` newer bytes have been copied behind it: the link works in order, so by
-then the copy has long begun, and the compute stream's wait for it is short or over. What is still inside the window when
-backward begins is what backward needs first, and is used where it is.
+then the copy has long begun, and the compute stream's wait for it is short or over. What is still inside the window
+when backward begins is what backward needs first, and is used where it is.
 
 Backward: what will be needed next (:mod:`~ds_fgoffload.order`) comes back (``RELOAD``) as long as what is on the device
 stays within ``prefetch_window_bytes``. What is needed before its turn is reloaded at once, whatever the windows say:

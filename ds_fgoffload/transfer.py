@@ -85,7 +85,7 @@ class Transfer:
         self._streams.wait(compute, copied_in)
 
     def before_drop(self, copied_in: Fence | None, compute: Any) -> None:
-        """After this reloaded memory may be dropped although nobody used it on ``compute``, whose pool it returns to."""
+        """After this reloaded memory that nobody used on ``compute`` may be dropped, into ``compute``'s pool."""
         self._streams.wait(compute, copied_in)
 
 

@@ -28,7 +28,7 @@ from ds_fgoffload.errors import OffloadConfigError
 SIZE = 'a whole number of bytes >= 0, or text such as "64MiB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 KEYS = (
     '"enabled", "modules", "exclude", "recompute", "policy", "max_overhead", "target_saved_bytes", "min_tensor_bytes", '
-    '"release_window_bytes", "prefetch_window_bytes", "host_pool"'
+    '"release_window_bytes", "prefetch_window_bytes", "release_pipeline_buffers", "host_pool"'
 )
 
 
@@ -50,6 +50,7 @@ def test_defaults() -> None:
         "min_tensor_bytes": 1048576,
         "release_window_bytes": None,
         "prefetch_window_bytes": None,
+        "release_pipeline_buffers": False,
         "host_pool": {"max_bytes": None, "pin_memory": True, "on_full": "keep"},
     }
 
@@ -66,12 +67,14 @@ def test_every_key_is_taken() -> None:
         "min_tensor_bytes": 0,
         "release_window_bytes": "64MiB",
         "prefetch_window_bytes": 5e8,
+        "release_pipeline_buffers": True,
         "host_pool": {"max_bytes": "1.5GiB", "pin_memory": False, "on_full": "error"},
     }
     assert parse_config(section).model_dump() == section | {
         "target_saved_bytes": 2_000_000_000,
         "release_window_bytes": 67108864,
         "prefetch_window_bytes": 500_000_000,
+        "release_pipeline_buffers": True,
         "host_pool": {"max_bytes": 1610612736, "pin_memory": False, "on_full": "error"},
     }
 

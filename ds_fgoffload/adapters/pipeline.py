@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline engines: a rank holds the layers of its stage, named by their global index.
 
-An engine calls its module once per micro-batch (twice under DualPipeV, once per chunk), so that nothing has to be known of
-its schedule: the order in which micro-batches go backward is learned (:mod:`ds_fgoffload.order`).
+An engine calls its module once per micro-batch (twice under DualPipeV, once per chunk), so that nothing has to be known
+of its schedule: the order in which micro-batches go backward is learned (:mod:`ds_fgoffload.order`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PipelineAdapter(ZeroAdapter):
             engine.module.activation_checkpoint_func
         ):
             logger.warning(
-                f"{SECTION}: this pipeline checkpoints its layers with deepspeed.checkpointing, which keeps their inputs "
-                "where no saved-tensor hook sees them, so they stay on the device, and units inside the layers are "
+                f"{SECTION}: this pipeline checkpoints layers with deepspeed.checkpointing, which keeps their inputs "
+                "where no saved-tensor hook sees them: they stay on the device, and units inside the layers are "
                 "recomputed instead of offloaded. To offload the inputs, give PipelineModule "
                 "activation_checkpoint_func=functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False) "
                 'and select the whole model with "*"'
