@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 PIP := $(PY) -m pip --quiet install $(PIP_FLAGS)
-CODE := $(wildcard ds_fgoffload examples tests benchmarks)
+CODE := $(wildcard ds_fgoffload examples tests benchmarks docs)
 TYPED := $(wildcard ds_fgoffload examples)
 
 .PHONY: help setup demo test lint format clean

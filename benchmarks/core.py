@@ -1,4 +1,4 @@
-"""A 1.1B-parameter decoder under DeepSpeed: memory that the offloaded MLPs give back, the time it takes, the link's rate.
+"""A 1.1B-parameter decoder under DeepSpeed: the memory its offloaded MLPs give back, the time, the rate of the link.
 
 With and without in turn, in one process and on one engine: ``attach``, steps, ``detach``, steps.
 """

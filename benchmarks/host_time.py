@@ -7,7 +7,6 @@ Both are timed at the same place, inside autograd's hooks, on the same model, in
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ds_fgoffload
-from benchmarks.measure import save
+from benchmarks.measure import load_module, save
 from ds_fgoffload import hooks
 
 
@@ -68,11 +67,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
 
-    specification = importlib.util.spec_from_file_location("activation_offloading", arguments.trl)
-    assert specification is not None and specification.loader is not None
-    trl = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(trl)
-
+    trl = load_module("activation_offloading", arguments.trl)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.blocks))).cuda()
     x = torch.randn(arguments.rows, arguments.width, device="cuda")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
+import importlib.util
 import json
 import os
 import statistics
@@ -12,11 +13,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from ds_fgoffload import Attachment
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -88,11 +92,52 @@ def copy_rates(step: Callable[[], torch.Tensor]) -> dict[str, dict[str, float]]:
     return rates
 
 
+class Stalls:
+    """Times every wait of a compute stream for a copy, on the device, while it is entered."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._streams = attachment._offloader._transfer._streams
+        self._wait = self._streams.wait
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> Stalls:
+        self._streams.wait = self._timed_wait
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._streams.wait
+
+    def milliseconds(self) -> float:
+        """Sum of the waits so far."""
+        torch.cuda.synchronize()
+        return sum(before.elapsed_time(after) for before, after in self._pairs)
+
+    def _timed_wait(self, stream: Any, fence: Any) -> None:
+        if stream in (self._streams.d2h, self._streams.h2d):
+            self._wait(stream, fence)
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        self._wait(stream, fence)
+        after.record(stream)
+        self._pairs.append((before, after))
+
+
+def load_module(name: str, path: str) -> ModuleType:
+    """A single file of another package, without the package."""
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 def save(name: str, figures: dict[str, Any]) -> None:
     """Writes the figures with all that is needed to make them again."""
     record = {
         "benchmark": name,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "commit": os.environ.get("COMMIT") or _commit(),
         "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "deepspeed": deepspeed.__version__},

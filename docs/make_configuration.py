@@ -18,8 +18,8 @@ INTRODUCTION = f"""# Configuration
 The section `{SECTION}` of ds_config.json. Made from the fields in `ds_fgoffload/config.py` by
 `python docs/make_configuration.py`.
 
-Sizes are bytes or text such as `"64MiB"`. A key that is left out has its default; where that is *automatic*, leave it out:
-the word `"auto"` is refused, because Accelerate rejects it inside a nested section (`policy` is the one exception).
+Sizes are bytes or text such as `"64MiB"`. A key that is left out has its default; where that is *automatic*, leave it
+out: the word `"auto"` is refused, because Accelerate rejects it inside a nested section (`policy` is the one exception).
 Unknown keys and bad values are refused, with the section, the key, what was got and what is allowed.
 
 ```json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render, shown
-from ds_fgoffload.stats import OffloadStats
+from ds_fgoffload.stats import OffloadStats, UnitStats, total
 from ds_fgoffload.streams import accelerator_device
 from ds_fgoffload.transfer import transfer_on
 
@@ -32,14 +33,16 @@ _tallies: list[Tally] = []
 class Tally:
     """What an attachment has counted; stays when the attachment is gone, and keeps no engine alive."""
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attachment, units: Mapping[str, UnitStats]) -> None:
         self._attachment = weakref.ref(attachment)
-        self.last = OffloadStats()
+        self._units = units
 
-    def stats(self) -> OffloadStats:
+    def counts(self, rank: int) -> RankCounts:
         """The counts of now, or of the attachment's end."""
         attachment = self._attachment()
-        return self.last if attachment is None else attachment.stats()
+        if attachment is not None:
+            return attachment.counts(rank)
+        return RankCounts(rank, total(self._units, live_host_bytes=0), host_pool().stats())
 
 
 class Attachment:
@@ -74,12 +77,15 @@ class Attachment:
         adapter.on_destroy(lambda: _detach_if_there(itself()))
         adapter.on_compile(lambda: _warn_of_compiled(itself()))
         _warn_of_compiled(self)
-        self._tally = Tally(self)
-        _tallies.append(self._tally)
+        _tallies.append(Tally(self, self._offloader.unit_stats))
 
     def stats(self) -> OffloadStats:
         """Counts of this rank since attaching, also after :meth:`detach`."""
         return self._offloader.stats()
+
+    def counts(self, rank: int) -> RankCounts:
+        """What this rank, which the caller calls ``rank``, has to tell."""
+        return RankCounts(rank, self.stats(), host_pool().stats(), self.compiled_units())
 
     def gathered_counts(self) -> list[dict[str, Any]]:
         """Counts of every rank as plain numbers. Collective: every rank that has the engine must call it."""
@@ -100,10 +106,6 @@ class Attachment:
         if target is not None:
             target.__dict__.pop(_ATTRIBUTE, None)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_tally"):  # else it was never made
-            self._tally.last = self.stats()
-
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
         # a copy of the module is not attached
         return None
@@ -112,8 +114,7 @@ class Attachment:
         return type(None), ()
 
     def _gather(self) -> list[RankCounts]:
-        ranks = self._adapter.gather((self.stats(), host_pool().stats(), self.compiled_units()))
-        return [RankCounts(rank, *counts) for rank, counts in enumerate(ranks)]
+        return [replace(counts, rank=rank) for rank, counts in enumerate(self._adapter.gather(self.counts(0)))]
 
     def compiled_units(self) -> tuple[str, ...]:
         """Units that lie in a module compiled as a whole by ``torch.compile``: their hooks do not run."""

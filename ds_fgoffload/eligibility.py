@@ -106,6 +106,8 @@ class Eligibility:
             return OTHER_DEVICE
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return NOT_STRIDED
+        if tensor._is_zerotensor():  # the derivative of a constant in forward mode: a storage without memory
+            return NOT_STRIDED
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # the wrappers of torch.func have the type of a plain tensor, but no storage

@@ -31,6 +31,7 @@ from ds_fgoffload.transfer import Transfer
 
 EXCLUDED = "excluded"
 HOST_FULL = "host_full"
+DEVICE_FULL = "device_full"
 
 ALONE_BYTES = 1 << 20
 """A storage of this size or more travels alone: copies of 1 MiB already run at nine tenths of the link's rate."""
@@ -149,6 +150,11 @@ class Offloader:
                 self._need(parcel)
             return storage.view(packed.layout)
 
+    @property
+    def unit_stats(self) -> Mapping[str, UnitStats]:
+        """The counts of the units, which go on changing; they refer to nothing else."""
+        return self._unit_stats
+
     def stats(self) -> OffloadStats:
         """A snapshot of the counts."""
         with self._lock:
@@ -250,7 +256,11 @@ class Offloader:
         lease = self._pool.lease(parcel.size_bytes)
         if lease is not None:
             self._live_host_bytes += parcel.size_bytes  # before anything can fail: its death takes them off
-            parcel.offload(lease)
+            try:
+                parcel.offload(lease)
+            except torch.OutOfMemoryError:  # there is none left to pack in
+                self._schedule.stays(parcel.key)
+                parcel.stats.skipped[DEVICE_FULL] += 1
             return
         self._schedule.stays(parcel.key)
         parcel.stats.skipped[HOST_FULL] += 1

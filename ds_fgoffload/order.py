@@ -27,6 +27,7 @@ class NeedOrder:
 
     def __init__(self) -> None:
         self._ordinals: dict[int, int] = {}  # micro-batch -> number in its round
+        self._newest = 0  # the highest of them in this round
         self._alive: dict[int, int] = {}  # micro-batch -> what it has saved that has not died
         self._in_backward: set[int] = set()
         self._learned: list[Place] = []
@@ -45,9 +46,10 @@ class NeedOrder:
                 self._positions = {place: position for position, place in enumerate(self._learned)}
             self._ahead = 0
             self._ordinals = {earlier: ordinal for earlier, ordinal in self._ordinals.items() if earlier in self._alive}
-            self._ordinals[micro_batch] = 0
+            self._newest = 0
         else:
-            self._ordinals[micro_batch] = max(self._ordinals.values()) + 1
+            self._newest += 1
+        self._ordinals[micro_batch] = self._newest
 
     def saved(self, micro_batch: int, site: Site) -> Place:
         """Something was saved; returns its place."""
@@ -57,10 +59,15 @@ class NeedOrder:
     def left(self, key: int, micro_batch: int, place: Place) -> None:
         """It is on the host now and will have to come back. Also: it was saved again, later."""
         self._on_host[place] = key
+        position = self._positions.get(place)
+        if position is not None and position < self._ahead:
+            self._ahead = position  # it had been passed over, being on the device
         self._stacks.setdefault(micro_batch, []).append(place)
 
-    def came_back(self, place: Place) -> None:
-        self._on_host.pop(place, None)
+    def came_back(self, key: int, place: Place) -> None:
+        # A graph that outlives its round, as one kept for an auxiliary loss, has places that the next round has too.
+        if self._on_host.get(place) == key:
+            del self._on_host[place]
 
     def backward_began(self, micro_batch: int) -> None:
         self._in_backward.add(micro_batch)
@@ -73,8 +80,8 @@ class NeedOrder:
         if late and position is not None:
             self._ahead = position + 1  # not what was foreseen: go on from where backward really is
 
-    def died(self, micro_batch: int, place: Place) -> None:
-        self._on_host.pop(place, None)
+    def died(self, key: int, micro_batch: int, place: Place) -> None:
+        self.came_back(key, place)
         self._alive[micro_batch] -= 1
         if not self._alive[micro_batch]:
             del self._alive[micro_batch]
@@ -83,12 +90,11 @@ class NeedOrder:
 
     def next_key(self, micro_batch: int) -> int | None:
         """What is on the host and will be needed next, while ``micro_batch`` is in backward; None: nothing is known."""
-        newest = max(self._ordinals.values())
         while self._ahead < len(self._learned):
             place = self._learned[self._ahead]
             if place in self._on_host:
                 return self._on_host[place]
-            if place.ordinal > newest:  # its forward is still to come
+            if place.ordinal > self._newest:  # its forward is still to come
                 return None
             self._ahead += 1
         stack = self._stacks.get(micro_batch, [])

@@ -27,8 +27,7 @@ import torch.distributed
 from deepspeed.utils import logger
 
 from ds_fgoffload import api
-from ds_fgoffload.pool import host_pool
-from ds_fgoffload.report import RankCounts, render
+from ds_fgoffload.report import render
 
 STATS_FILE_VARIABLE = "DS_FGOFFLOAD_STATS_JSON"
 _PATIENCE = timedelta(minutes=5)
@@ -113,8 +112,7 @@ def _offloading_initialize(board: _Board) -> Iterator[None]:
 
 
 def _tell(board: _Board) -> None:
-    pool = host_pool().stats()
-    mine = [RankCounts(board.rank, tally.stats(), pool) for tally in api.tallies()]
+    mine = [tally.counts(board.rank) for tally in api.tallies()]
     ranks = board.gather(mine)
     if board.rank:
         return

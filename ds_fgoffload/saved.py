@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class SavedStorage:
         compute: the stream on which it was made.
     """
 
-    __slots__ = ("__weakref__", "_offset", "_restored", "_restored_from", "_version", "alias", "compute", "identity",
+    __slots__ = ("__weakref__", "_offset", "_owner", "_restored", "_restored_from", "_version", "alias", "compute", "identity",
                  "original", "parcel", "size_bytes")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, compute: Any) -> None:
@@ -33,6 +34,7 @@ class SavedStorage:
         # A detached alias shares the version counter, and goes on telling of changes in place when its memory is gone.
         self.alias = tensor.detach()
         self._version = tensor._version
+        self._owner = weakref.ref(_owner_of_version_counter(tensor))
         self.compute = compute
         self.parcel: Parcel | None = None
         self._offset = 0
@@ -41,7 +43,9 @@ class SavedStorage:
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor``, a tensor over the same storage, has the values that were saved."""
-        return bool(self.alias._version == self._version == tensor._version)
+        unchanged = self.alias._version == self._version == tensor._version
+        # Two tensors over one storage may count apart (unsafe_chunk in a GRU, .data): one knows of no change of the other.
+        return unchanged and self._owner() is _owner_of_version_counter(tensor)
 
     def send_with(self, parcel: Parcel, offset: int) -> None:
         """From now on the parcel knows where the bytes are; there they begin at ``offset``."""
@@ -117,6 +121,11 @@ class KeptTensor:
             )
             raise OffloadStateError(msg)
         return tensor
+
+
+def _owner_of_version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _changed_in_place(layout: Layout, expected: int, found: int) -> str:

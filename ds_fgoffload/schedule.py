@@ -142,15 +142,15 @@ class Schedule:
         entry = self._entries.pop(key)
         self._forget(key, entry)
         self._alive_bytes -= entry.size_bytes
-        self._order.died(entry.micro_batch, entry.place)
+        self._order.died(key, entry.micro_batch, entry.place)
         return self._prefetch(entry.micro_batch) if entry.needed else []
 
     @property
     def release_window_bytes(self) -> int:
-        """Automatic: the largest call's bytes, at most a sixth of what is alive at once, at least two largest parcels.
+        """Automatic: the largest call's bytes, at most an eighth of what is alive at once, at least the largest parcel.
 
-        One call's bytes, because a window smaller than a unit's burst stalls compute at once; a sixth, because what is
-        inside the window frees nothing; two parcels, so that one is copied while the next is made.
+        One call's bytes, because a window smaller than a unit's burst stalls compute at once; an eighth, because what is
+        inside the window frees nothing; one parcel, so that it is copied while the next is made.
         """
         if self._plan.release_window_bytes is not None:
             return self._plan.release_window_bytes
@@ -158,18 +158,14 @@ class Schedule:
 
     @property
     def prefetch_window_bytes(self) -> int:
-        """Automatic: twice the window above where a sixth of what is alive at once allows: one in use, one coming back.
-
-        More if reloads were late for want of room.
-        """
+        """Automatic: twice the window above: one in use, one coming back. More if reloads were late for want of room."""
         if self._plan.prefetch_window_bytes is not None:
             return self._plan.prefetch_window_bytes
-        twice = min(2 * self._window_bytes, self._most_alive_bytes // 6)
-        return max(self._window_bytes, twice, self._room_wanted_bytes)
+        return max(2 * self._window_bytes, self._room_wanted_bytes)
 
     def _update_window(self) -> None:
-        burst = min(self._largest_scope_bytes, self._most_alive_bytes // 6)
-        self._window_bytes = max(2 * self._largest_parcel_bytes, burst)
+        burst = min(self._largest_scope_bytes, self._most_alive_bytes // 8)
+        self._window_bytes = max(self._largest_parcel_bytes, burst)
 
     def _release(self, key: int) -> Act:
         entry = self._entries[key]
@@ -213,6 +209,6 @@ class Schedule:
             del self._leaving[key]
             self._leaving_bytes -= entry.size_bytes
         elif entry.where is _Where.HOST:
-            self._order.came_back(entry.place)
+            self._order.came_back(key, entry.place)
         elif entry.where in (_Where.IN_PLACE, _Where.RETURNED):
             self._backward_bytes -= entry.size_bytes

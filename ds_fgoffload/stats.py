@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 _SUMMED = (
@@ -66,7 +67,7 @@ class OffloadStats:
     """By the unit's name in ``named_modules()``; a unit that was never called is there with zeros."""
 
 
-def total(units: dict[str, UnitStats], live_host_bytes: int) -> OffloadStats:
+def total(units: Mapping[str, UnitStats], live_host_bytes: int) -> OffloadStats:
     """A snapshot of ``units`` with their sums; later counting does not change it."""
     stats = OffloadStats(live_host_bytes=live_host_bytes)
     for name, unit in units.items():

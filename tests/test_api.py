@@ -336,6 +336,36 @@ def test_state_dicts_are_as_before(net: Net) -> None:
     offload.detach()
 
 
+class Interrupted(Block):
+    interrupts = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interrupts:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_an_interrupt_inside_a_unit_spoils_nothing_after_it(net: Net) -> None:
+    """Module hooks do not see it: what it left open is closed when the next forward begins, or on detaching."""
+    net.blocks.append(Interrupted())
+    offload = ds_fgoffload.attach(net, SECTION)
+    for end in (lambda: gradients(net), offload.detach):
+        net.blocks[-1].interrupts = True
+        with pytest.raises(KeyboardInterrupt):
+            net(rows())
+        net.blocks[-1].interrupts = False
+        end()
+        assert not saving_is_hooked()
+    found = offload.stats()
+    assert {unit.saved_bytes for unit in found.units.values()} == {BLOCK_BYTES, 3 * BLOCK_BYTES}
+    assert found.live_host_bytes == 0
+
+
+def saving_is_hooked() -> bool:
+    """Whether saved-tensor hooks are active here, outside any unit."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 BIG = 1 << 20
 
 

@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import deepspeed
 import pytest
+import torch.distributed
 from deepspeed.utils import logger
 from distributed import one_rank
 
@@ -200,6 +202,32 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda message, *_args, **_kwargs: said.append(str(message)))
     return said
+
+
+def boards() -> list[run._Board]:
+    """The boards of two ranks."""
+    store = torch.distributed.HashStore()
+    made = [run._Board(), run._Board()]
+    for rank, board in enumerate(made):
+        board.rank, board._ranks, board._store = rank, 2, store
+    return made
+
+
+def test_rank_0_gets_what_the_others_left_behind(warnings: list[str]) -> None:
+    first, second = boards()
+    second.gather("theirs")
+    assert first.gather("mine") == ["mine", "theirs"]
+    assert warnings == []
+
+
+def test_a_rank_that_leaves_nothing_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    monkeypatch.setattr(run, "_PATIENCE", timedelta(milliseconds=10))
+    first, _ = boards()
+    assert first.gather("mine") == ["mine"]
+    assert len(warnings) == 1
+    assert "rank 0 tells its own counts only" in warnings[0]
 
 
 SEEN = """

@@ -51,9 +51,13 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(WIDTH, 4 * WIDTH)
         self.fc2 = nn.Linear(4 * WIDTH, WIDTH)
+        self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        x = F.gelu(self.fc1(x))
+        if self.fails:
+            raise Fault
+        return self.fc2(x)
 
 
 class Layer(nn.Module):
@@ -90,23 +94,23 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.checkpointed = checkpointed
-        self.fails_in: str | None = None
+        self.fails_in_backward = False
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
-            if i == LAYERS - 1:
-                x = self._perhaps_fail(x)
+            if i == LAYERS - 1 and self.fails_in_backward:
+                x = _FailInBackward.apply(x)
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         logits = self.head(x).float()
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def _perhaps_fail(self, x: Tensor) -> Tensor:
-        if self.fails_in == "forward":
-            raise Fault
-        return _FailInBackward.apply(x) if self.fails_in == "backward" else x
+    def fail_in(self, where: str | None) -> None:
+        """From now on a step fails in the last unit's forward, or in backward behind the last layer, or nowhere."""
+        self.layers[-1].mlp.fails = where == "forward"
+        self.fails_in_backward = where == "backward"
 
 
 @dataclass(frozen=True)
@@ -299,13 +303,22 @@ def train(case: Case, *, offloads: bool) -> History:
 
 
 def fail_once(trainer: Trainer, where: str, number: int) -> None:
-    trainer.model.fails_in = where
+    trainer.model.fail_in(where)
     with suppress(Fault):
         trainer.backward(trainer.call(*micro_batch(number + 77)))
         raise AssertionError("the step did not fail")
-    trainer.model.fails_in = None
+    trainer.model.fail_in(None)
     for parameter in trainer.model.parameters():
         parameter.grad = None
+    if trainer.offload is not None:
+        assert trainer.offload.stats().live_host_bytes == 0
+        assert ds_fgoffload.host_pool().stats().leased_bytes == 0
+        assert not saving_is_hooked()
+
+
+def saving_is_hooked() -> bool:
+    """Whether saved-tensor hooks are active here, outside any unit."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def evaluate(trainer: Trainer, step: int) -> History:
