@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_fgoffload import selection
 from ds_fgoffload.adapters import Adapter, adapt
+from ds_fgoffload.checkpoints import UnseenCheckpoints
 from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section, parse_config
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
@@ -21,7 +22,7 @@ from ds_fgoffload.hooks import ModuleHooks
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.pool import HostPoolSettings, host_pool
-from ds_fgoffload.report import RankCounts, render, shown
+from ds_fgoffload.report import RankCounts, render
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
 from ds_fgoffload.streams import accelerator_device
 from ds_fgoffload.transfer import transfer_on
@@ -69,14 +70,13 @@ class Attachment:
             raise_when_full=config.host_pool.on_full == "error",
         )
         self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader)
+        self._unseen_checkpoints = UnseenCheckpoints(adapter.root, self._hooks, self._offloader.unit_stats)
         pool.add_user()
         self._leave_pool = weakref.finalize(self, pool.remove_user)
         if config.enabled and config.release_pipeline_buffers:
             adapter.release_engine_buffers()
         itself = weakref.ref(self)
         adapter.on_destroy(lambda: _detach_if_there(itself()))
-        adapter.on_compile(lambda: _warn_of_compiled(itself()))
-        _warn_of_compiled(self)
         _tallies.append(Tally(self, self._offloader.unit_stats))
 
     def stats(self) -> OffloadStats:
@@ -85,7 +85,7 @@ class Attachment:
 
     def counts(self, rank: int) -> RankCounts:
         """What this rank, which the caller calls ``rank``, has to tell."""
-        return RankCounts(rank, self.stats(), host_pool().stats(), self.compiled_units())
+        return RankCounts(rank, self.stats(), host_pool().stats())
 
     def gathered_counts(self) -> list[dict[str, Any]]:
         """Counts of every rank as plain numbers. Collective: every rank that has the engine must call it."""
@@ -100,6 +100,7 @@ class Attachment:
         if not self._leave_pool.alive:
             return
         self._hooks.remove()
+        self._unseen_checkpoints.remove()
         self._adapter.release()
         self._leave_pool()
         target = self._target()
@@ -115,12 +116,6 @@ class Attachment:
 
     def _gather(self) -> list[RankCounts]:
         return [replace(counts, rank=rank) for rank, counts in enumerate(self._adapter.gather(self.counts(0)))]
-
-    def compiled_units(self) -> tuple[str, ...]:
-        """Units that lie in a module compiled as a whole by ``torch.compile``: their hooks do not run."""
-        modules = dict(self._adapter.root.named_modules(remove_duplicate=False))
-        compiled = [name for name, module in modules.items() if _is_compiled(module)]
-        return tuple(unit for unit in self._units if any(_is_at_or_below(unit, name) for name in compiled))
 
 
 def attach(
@@ -212,23 +207,6 @@ def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Sel
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
     return chosen
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-def _is_at_or_below(name: str, top: str) -> bool:
-    return not top or name == top or name.startswith(f"{top}.")
-
-
-def _warn_of_compiled(attachment: Attachment | None) -> None:
-    units = attachment.compiled_units() if attachment is not None else ()
-    if units:
-        logger.warning(
-            f"{SECTION}: nothing is offloaded of {', '.join(map(shown, units))}: torch.compile has compiled what they "
-            "lie in as a whole, and compiled code calls no module hooks; compile modules inside the units instead"
-        )
 
 
 def _detach_if_there(attachment: Attachment | None) -> None:

@@ -104,9 +104,7 @@ class Eligibility:
             return PARAMETER if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter) else SUBCLASS
         if tensor.device != self._device and not _is_same_device(tensor.device, self._device):
             return OTHER_DEVICE
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return NOT_STRIDED
-        if tensor._is_zerotensor():  # the derivative of a constant in forward mode: a storage without memory
+        if tensor.layout is not torch.strided or tensor.is_quantized or _is_lazy(tensor):
             return NOT_STRIDED
         try:
             storage = tensor.untyped_storage()
@@ -144,6 +142,11 @@ class Eligibility:
 def _is_same_device(one: torch.device, other: torch.device) -> bool:
     """A device without index ("cuda") means any of its kind; there is just one CPU."""
     return one.type == other.type and None in {one.index, other.index}
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Its storage is not what it holds: conjugated or negated when read, or zeros without memory (forward-mode AD)."""
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _leads_to_parameter(node: Any) -> bool:

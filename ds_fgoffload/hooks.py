@@ -1,16 +1,19 @@
 """Where a saved tensor enters and leaves: module hooks open a scope around a unit's call, autograd's hooks do the rest.
 
-The only importer of ``torch.autograd.graph``.
+The only importer of ``torch.autograd.graph``, and the only one that knows of ``torch.compile``. A compiled graph calls
+no hooks of the modules inside it. The hooks of the very module that was compiled run outside the graph, and autograd's
+hooks see all that the graph saves.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.saved import KeptTensor
 from ds_fgoffload.scope import Scope
+
+_T = TypeVar("_T")
 
 
 class _OpenCall(NamedTuple):
@@ -43,55 +48,94 @@ class ModuleHooks:
     """
 
     def __init__(self, root: nn.Module, hooked: Mapping[str, nn.Module], offloader: Offloader) -> None:
+        _leave_hooks_uncompiled()
         self._offloader = offloader
+        self._pack = _uncompiled(_pack)
+        self._unpack = _uncompiled(offloader.unpack)
+        self._keep = _uncompiled(_keep)
+        self._kept = _uncompiled(KeptTensor.tensor)
+        self._units = offloader.unit_stats
+        self._only_recomputed: dict[str, None] = {}
+        self._told_recomputed = False
         self._open_calls = _OpenCalls()
-        self._handles: list[RemovableHandle] = [
-            root.register_forward_pre_hook(_ModuleHook(self._begin_micro_batch), prepend=True),
-            root.register_forward_hook(_ModuleHook(self._end_micro_batch)),
-        ]
-        for name, module in hooked.items():
-            self._handles.append(module.register_forward_pre_hook(_ModuleHook(partial(self._enter, name))))
-            # always_call: a forward that raises must not leave the hooks of autograd behind
-            self._handles.append(module.register_forward_hook(_ModuleHook(self._leave), always_call=True))
+        self._root_handles = (
+            root.register_forward_pre_hook(ModuleHook(self._begin_micro_batch), prepend=True),
+            root.register_forward_hook(ModuleHook(self._end_micro_batch)),
+        )
+        self._handles: dict[str, tuple[RemovableHandle, ...]] = {
+            name: (
+                module.register_forward_pre_hook(ModuleHook(partial(self._enter, name))),
+                # always_call: a forward that raises must not leave the hooks of autograd behind
+                module.register_forward_hook(ModuleHook(self._leave), always_call=True),
+            )
+            for name, module in hooked.items()
+        }
+        self._above = {name: _modules_above(name, root) for name in hooked}
+        self._unhook_compiled()
 
     def remove(self) -> None:
         """Takes every hook off the modules. Graphs that are alive keep working."""
-        for handle in self._handles:
-            handle.remove()
+        for handles in (self._root_handles, *self._handles.values()):
+            _remove(handles)
         self._handles.clear()
         self._close_all()
 
+    def open_unit(self) -> str | None:
+        """The innermost unit that is being called and offloads what is saved now."""
+        for call in reversed(self._open_calls.stack):
+            if call.scope is not None:
+                return None if call.scope.excluded else call.scope.unit
+        return None
+
+    def _unhook_compiled(self) -> None:
+        """Says which modules are compiled away, and unhooks them: compiled code would be compiled anew for each.
+
+        (Dynamo guards on the number of a hook that is always called, pytorch/torch/nn/modules/module.py, so that no two
+        hooked modules could share a graph.)
+        """
+        lost = tuple(name for name in self._handles if _is_compiled_away(self._above[name]))
+        if lost:
+            for name in lost:
+                _remove(self._handles.pop(name))
+                del self._above[name]
+                if name in self._units:
+                    self._units[name].compiled = True
+            logger.warning(
+                f"fine_grained_offload: {', '.join(lost)}: torch.compile has compiled what they lie in, and "
+                "compiled code calls no hooks of the modules in it: such units are not offloaded, and such excluded "
+                "modules not kept; select the compiled module itself, or compile modules inside the units"
+            )
+        self._compilable = {module for above in self._above.values() for module in above}
+
     def _begin_micro_batch(self, _root: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         # Calls are still open here only if the last forward was left by something that module hooks do not see,
         # such as KeyboardInterrupt.
         self._close_all()
+        if any(module._compiled_call_impl is not None for module in self._compilable):
+            self._unhook_compiled()
+        self._tell_what_is_only_recomputed()
         if torch.is_grad_enabled() and not _in_backward():
             self._offloader.begin_micro_batch()
 
     def _end_micro_batch(self, _root: nn.Module, _arguments: object, output: object) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _in_backward():
+        if torch.is_grad_enabled() and not _in_backward():
             self._offloader.watch_backward(output)
 
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         scope = hooks = None
         if torch.is_grad_enabled() and _hooks_allowed():
             if _in_backward():
                 # A checkpointed region runs again. What it saves is used at once, and a non-reentrant checkpoint
                 # counts the saves that it sees: it must see as many as the first time.
-                hooks = saved_tensors_hooks(KeptTensor, KeptTensor.tensor)
+                hooks = saved_tensors_hooks(self._keep, self._kept)
+                self._note_recompute(name)
             else:
                 scope = self._offloader.open_scope(name, module)
-                hooks = saved_tensors_hooks(partial(self._pack, scope), self._offloader.unpack)
+                hooks = saved_tensors_hooks(partial(self._pack, self._offloader, scope), self._unpack)
             hooks.__enter__()
         self._open_calls.stack.append(_OpenCall(module, scope, hooks))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         stack = self._open_calls.stack
         # A hook of someone else may have raised before ours was reached: then this call was never entered.
         while any(call.module is module for call in stack):
@@ -99,6 +143,22 @@ class ModuleHooks:
             self._close(call)
             if call.module is module:
                 return
+
+    def _note_recompute(self, name: str) -> None:
+        unit = self._units.get(name)
+        if unit is not None:
+            unit.recomputed_calls += 1
+            if not unit.calls:
+                self._only_recomputed[name] = None
+
+    def _tell_what_is_only_recomputed(self) -> None:
+        if self._only_recomputed and not self._told_recomputed:
+            self._told_recomputed = True
+            logger.warning(
+                f"fine_grained_offload: {', '.join(self._only_recomputed)}: nothing is offloaded of units inside a "
+                "reentrant checkpoint, because nothing is saved there before backward; use_reentrant=False lets them "
+                "be offloaded instead of computed again, and a unit around the checkpoint offloads its inputs"
+            )
 
     def _close_all(self) -> None:
         while self._open_calls.stack:
@@ -110,26 +170,66 @@ class ModuleHooks:
         if call.scope is not None:
             self._offloader.close_scope(call.scope)
 
-    def _pack(self, scope: Scope, tensor: torch.Tensor) -> object:
-        # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
-        return KeptTensor(tensor) if _in_backward() else self._offloader.pack(scope, tensor)
 
-
-class _ModuleHook:
+class ModuleHook:
     """A hook that is not copied with its module: a deep copy or a pickle of the module is not attached."""
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+        self._call = _uncompiled(call)
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        if not torch.compiler.is_compiling():  # first, so that a graph does not depend on which hook this is
+            self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ModuleHook, (_do_nothing,)
+        return ModuleHook, (_do_nothing,)
 
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def _pack(offloader: Offloader, scope: Scope, tensor: torch.Tensor) -> object:
+    # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
+    return KeptTensor(tensor) if _in_backward() else offloader.pack(scope, tensor)
+
+
+def _keep(tensor: torch.Tensor) -> KeptTensor:
+    return KeptTensor(tensor)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _leave_hooks_uncompiled() -> None:
+    """Keeps Dynamo from compiling a hook by itself; inside a graph it still sees one, and sees it do nothing.
+
+    Dynamo does not compile ``nn.Module.__call__``, but goes on with what is called from there: hooks, then ``forward``.
+    ``torch.compiler.disable`` would not do: a hook so marked breaks the graphs that it lies in.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(ModuleHook.__call__.__code__)
+
+
+def _uncompiled(function: Callable[..., _T]) -> Callable[..., _T]:
+    """``function``, called by compiled code or by what Dynamo gave up on, is left as it is, with all that it calls."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _modules_above(name: str, root: nn.Module) -> tuple[nn.Module, ...]:
+    """What the module lies in, outermost first."""
+    parts = name.split(".")
+    return tuple(root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))) if name else ()
+
+
+def _is_compiled_away(above: Sequence[nn.Module]) -> bool:
+    """Whether a module in ``above`` was compiled: by its ``compile()``, or by ``torch.compile``, which wraps it."""
+    return any(module._compiled_call_impl is not None for module in above) or any(
+        type(module).__name__ == "OptimizedModule" for module in above[:-1]
+    )
 
 
 def _in_backward() -> bool:

@@ -78,6 +78,7 @@ class Offloader:
         self._last_key = 0
         self._micro_batch = 0
         self._calls: dict[str, int] = {}
+        self._scope_bytes: dict[str, int] = {}  # what each unit's last call saved
         self._told_full = False
 
     def begin_micro_batch(self) -> None:
@@ -106,12 +107,15 @@ class Offloader:
             stats.calls += 1
             call = self._calls.get(unit, 0)
             self._calls[unit] = call + 1
+            self._bury()
+            self._carry_out(self._schedule.scope_opened(self._scope_bytes.get(unit, 0)))
             return Scope(unit, module, stats, self._micro_batch, call, excluded=excluded)
 
     def close_scope(self, scope: Scope) -> None:
         """The call has returned or raised: what still waits to be packed is sent off."""
         with self._lock:
             self._send_waiting(scope)
+            self._scope_bytes[scope.unit] = scope.saved_bytes
             self._schedule.scope_closed(scope.saved_bytes)
 
     def pack(self, scope: Scope, tensor: torch.Tensor) -> SavedView | KeptTensor:

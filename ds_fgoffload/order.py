@@ -26,8 +26,8 @@ class NeedOrder:
     """Keeps the order in which this round needs its places, predicts by the order of the last."""
 
     def __init__(self) -> None:
-        self._ordinals: dict[int, int] = {}  # micro-batch -> number in its round
-        self._newest = 0  # the highest of them in this round
+        self._ordinals: dict[int, int] = {}  # micro-batch of this round -> its number there
+        self._newest = 0  # the highest of them
         self._alive: dict[int, int] = {}  # micro-batch -> what it has saved that has not died
         self._in_backward: set[int] = set()
         self._learned: list[Place] = []
@@ -45,7 +45,7 @@ class NeedOrder:
                 self._learned, self._recorded = self._recorded, []
                 self._positions = {place: position for position, place in enumerate(self._learned)}
             self._ahead = 0
-            self._ordinals = {earlier: ordinal for earlier, ordinal in self._ordinals.items() if earlier in self._alive}
+            self._ordinals.clear()
             self._newest = 0
         else:
             self._newest += 1
@@ -70,11 +70,14 @@ class NeedOrder:
             del self._on_host[place]
 
     def backward_began(self, micro_batch: int) -> None:
-        self._in_backward.add(micro_batch)
+        if micro_batch in self._alive:
+            self._in_backward.add(micro_batch)
 
     def needed(self, micro_batch: int, place: Place, *, late: bool) -> None:
         """Backward needs it for the first time."""
         self._in_backward.add(micro_batch)
+        if micro_batch not in self._ordinals:  # left over from an earlier round, and perhaps not there in the next
+            return
         self._recorded.append(place)
         position = self._positions.get(place)
         if late and position is not None:
@@ -88,6 +91,10 @@ class NeedOrder:
             self._in_backward.discard(micro_batch)
             self._stacks.pop(micro_batch, None)
 
+    def next_is_on_host(self) -> bool:
+        """True if it was learned that something comes next which is on the host."""
+        return self._ahead < len(self._learned) and self._learned[self._ahead] in self._on_host
+
     def next_key(self, micro_batch: int) -> int | None:
         """What is on the host and will be needed next, while ``micro_batch`` is in backward; None: nothing is known."""
         while self._ahead < len(self._learned):
@@ -95,7 +102,7 @@ class NeedOrder:
             if place in self._on_host:
                 return self._on_host[place]
             if place.ordinal > self._newest:  # its forward is still to come
-                return None
+                break
             self._ahead += 1
         stack = self._stacks.get(micro_batch, [])
         while stack and stack[-1] not in self._on_host:

@@ -137,9 +137,7 @@ class Parcel:
         if self.state is not State.ON_HOST or self._find_original():
             return False
         assert self._lease is not None
-        destination, self._copied_in = self._transfer.reload(self._lease, self._compute)
-        # .data has a version counter of its own: the copy itself must not count as a change of the saved values.
-        self._memory = destination.data
+        self._memory, self._copied_in = self._transfer.reload(self._lease, self._compute)
         self.state = State.RELOADED
         return True
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_fgoffload.pool import HostPoolStats
-from ds_fgoffload.stats import OffloadStats, UnitStats
+from ds_fgoffload.stats import OffloadStats, UnitStats, shown
 
 _WIDTH = 400  # room for any name; the table takes no more than it needs
 _BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept")
@@ -26,8 +26,6 @@ class RankCounts:
     rank: int
     offload: OffloadStats
     pool: HostPoolStats
-    compiled_units: tuple[str, ...] = ()
-    """Units whose hooks do not run, because ``torch.compile`` compiled what they lie in."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
@@ -52,11 +50,6 @@ def render(ranks: Sequence[RankCounts]) -> str:
     text = console.file
     assert isinstance(text, io.StringIO)
     return text.getvalue()
-
-
-def shown(unit: str) -> str:
-    """The name to show for a unit; the root of the model has none of its own."""
-    return unit or "(whole model)"
 
 
 def human(size_bytes: int) -> str:
@@ -112,12 +105,20 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
         offloaded = sum(stats.offloaded_bytes for stats in all_stats)
         held = sum(stats.held_bytes for stats in all_stats)
         skipped = sum((stats.skipped for stats in all_stats), Counter[str]())
-        if any(name in counts.compiled_units for counts in ranks):
+        if any(stats.unseen_checkpoints for stats in all_stats):
             remarks.append(
-                f"unit {shown(name)} saved nothing: it lies in a module that torch.compile compiled as a whole"
+                f"unit {shown(name)}: deepspeed.checkpointing keeps its inputs where no hook sees them; use "
+                "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
             )
+        if any(stats.compiled for stats in all_stats):
+            remarks.append(f"unit {shown(name)} saved nothing: it lies in a module that torch.compile has compiled")
         elif not any(stats.calls for stats in all_stats):
-            remarks.append(f"unit {shown(name)} saved nothing: it was never called with gradients enabled")
+            why = (
+                "it was only called in reentrant checkpoints (use_reentrant=False offloads instead of recomputing)"
+                if any(stats.recomputed_calls for stats in all_stats)
+                else "it was never called with gradients enabled, or only by compiled code"
+            )
+            remarks.append(f"unit {shown(name)} saved nothing: {why}")
         elif not saved:
             why = (
                 ", ".join(f"{reason} {n}" for reason, n in skipped.items())

@@ -22,8 +22,8 @@ class SavedStorage:
         compute: the stream on which it was made.
     """
 
-    __slots__ = ("__weakref__", "_offset", "_owner", "_restored", "_restored_from", "_version", "alias", "compute", "identity",
-                 "original", "parcel", "size_bytes")  # fmt: skip
+    __slots__ = ("__weakref__", "_offset", "_owner", "_restored", "_restored_from", "_version", "alias", "compute",
+                 "identity", "original", "parcel", "size_bytes")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, compute: Any) -> None:
         storage = tensor.untyped_storage()
@@ -44,7 +44,7 @@ class SavedStorage:
     def covers(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor``, a tensor over the same storage, has the values that were saved."""
         unchanged = self.alias._version == self._version == tensor._version
-        # Two tensors over one storage may count apart (unsafe_chunk in a GRU, .data): one knows of no change of the other.
+        # Two tensors over one storage may count their changes apart, as the outputs of unsafe_chunk in a GRU do.
         return unchanged and self._owner() is _owner_of_version_counter(tensor)
 
     def send_with(self, parcel: Parcel, offset: int) -> None:

@@ -75,6 +75,17 @@ class Schedule:
         """The forward of a micro-batch begins."""
         self._order.micro_batch_began(micro_batch)
 
+    def scope_opened(self, expected_bytes: int) -> list[Act]:
+        """A unit is called that saved ``expected_bytes`` the last time.
+
+        The window is kept for them from now on, not only as they are saved: so what the unit allocates takes the place
+        of what earlier calls have left, before allocations of other sizes split it up.
+        """
+        acts = []
+        while self._leaving and self._leaving_bytes + expected_bytes > self.release_window_bytes:
+            acts.append(self._release(next(iter(self._leaving))))
+        return acts
+
     def scope_closed(self, saved_bytes: int) -> None:
         """A call of a unit has ended that saved ``saved_bytes`` bytes of storages nobody had saved before."""
         if saved_bytes > self._largest_scope_bytes:
@@ -113,7 +124,8 @@ class Schedule:
     def backward_began(self, micro_batch: int) -> list[Act]:
         """Backward of the micro-batch begins. What it needs first comes back now, unless that never left the device."""
         self._order.backward_began(micro_batch)
-        if any(self._entries[key].micro_batch == micro_batch for key in reversed(self._leaving)):
+        some_never_left = any(self._entries[key].micro_batch == micro_batch for key in reversed(self._leaving))
+        if some_never_left and not self._order.next_is_on_host():
             return []
         return self._prefetch(micro_batch)
 
@@ -123,7 +135,8 @@ class Schedule:
         acts: list[Act] = []
         late = entry.where is _Where.HOST
         if late:
-            if self._order.next_key(entry.micro_batch) == key:  # foreseen, but there was no room
+            # What is foreseen and yet on the host, this or another parcel, found no room.
+            if self._order.next_key(entry.micro_batch) is not None:
                 wanted_bytes = self._device_bytes_before + entry.size_bytes
                 self._room_wanted_bytes = max(self._room_wanted_bytes, wanted_bytes)
             acts.append(self._reload(key, entry))
@@ -147,10 +160,10 @@ class Schedule:
 
     @property
     def release_window_bytes(self) -> int:
-        """Automatic: the largest call's bytes, at most an eighth of what is alive at once, at least the largest parcel.
+        """Automatic: the largest call's bytes, at most an eighth of what is alive at once, at least two largest parcels.
 
-        One call's bytes, because a window smaller than a unit's burst stalls compute at once; an eighth, because what is
-        inside the window frees nothing; one parcel, so that it is copied while the next is made.
+        One call's bytes, because a window smaller than a unit's burst stalls compute at once; an eighth, because what
+        is inside the window frees nothing; two parcels, so that one is copied while the next is made.
         """
         if self._plan.release_window_bytes is not None:
             return self._plan.release_window_bytes
@@ -158,14 +171,17 @@ class Schedule:
 
     @property
     def prefetch_window_bytes(self) -> int:
-        """Automatic: twice the window above: one in use, one coming back. More if reloads were late for want of room."""
+        """Automatic: twice the window above: one in use, one coming back.
+
+        More if reloads were late for want of room.
+        """
         if self._plan.prefetch_window_bytes is not None:
             return self._plan.prefetch_window_bytes
         return max(2 * self._window_bytes, self._room_wanted_bytes)
 
     def _update_window(self) -> None:
         burst = min(self._largest_scope_bytes, self._most_alive_bytes // 8)
-        self._window_bytes = max(self._largest_parcel_bytes, burst)
+        self._window_bytes = max(2 * self._largest_parcel_bytes, burst)
 
     def _release(self, key: int) -> Act:
         entry = self._entries[key]

@@ -46,6 +46,12 @@ class UnitStats:
     """Reloads that were begun only when backward already needed the storage."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Saved tensors that were not eligible, by reason."""
+    compiled: bool = False
+    """It lies in a module that ``torch.compile`` compiled as a whole, so that its hooks do not run."""
+    recomputed_calls: int = 0
+    """Calls in the backward of a checkpoint around it; what they save is used at once, and not offloaded."""
+    unseen_checkpoints: int = 0
+    """Calls of ``deepspeed.checkpointing`` in the unit's first micro-batch: no hook sees what they keep."""
 
 
 @dataclass
@@ -65,6 +71,11 @@ class OffloadStats:
     skipped: Counter[str] = field(default_factory=Counter)
     units: dict[str, UnitStats] = field(default_factory=dict)
     """By the unit's name in ``named_modules()``; a unit that was never called is there with zeros."""
+
+
+def shown(unit: str) -> str:
+    """The name to show for a unit; the root of the model has none of its own."""
+    return unit or "(whole model)"
 
 
 def total(units: Mapping[str, UnitStats], live_host_bytes: int) -> OffloadStats:

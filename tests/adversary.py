@@ -1,7 +1,7 @@
 """Streams that do their worst: every order that the recorded waits allow, and memory that is spoilt once it is freed.
 
-Compute runs at once, as the program goes. A copy waits in its stream's queue until something that was told to wait for it
-relies on it, or until the dice say so: legal, and as late as can be. What goes wrong shows in two ways.
+Compute runs at once, as the program goes. A copy waits in its stream's queue until something that was told to wait for
+it relies on it, or until the dice say so: legal, and as late as can be. What goes wrong shows in two ways.
 
 A number is wrong, because 0xFF bytes (NaN in every floating type) are
 
@@ -15,8 +15,8 @@ An access out of order is in ``faults``, whatever order the dice drew, because v
 * device memory that was read on one stream and is freed before the others of its track waited for that;
 * two accesses to the same host bytes, one of them a write, in no order.
 
-Compute streams are named "track.name". Those of one track on which anything was saved or used hand memory to each other:
-what one lets go of, another may fill. Tracks know nothing of each other.
+Compute streams are named "track.name". Those of one track on which anything was saved or used hand memory to each
+other: what one lets go of, another may fill. Tracks know nothing of each other.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def section(request, monkeypatch):
     """How small storages travel, and how long they stay."""
     if request.param != "packed":
         monkeypatch.setattr(offloader_module, "ALONE_BYTES", 0)
-    windows = {} if request.param != "alone, held back" else {"release_window_bytes": 700, "prefetch_window_bytes": 1000}
+    windows = (
+        {} if request.param != "alone, held back" else {"release_window_bytes": 700, "prefetch_window_bytes": 1000}
+    )
     return {"modules": ["*"], "min_tensor_bytes": 0, **windows}
 
 
@@ -226,7 +228,13 @@ def dtypes(self, x):
     half, low = x.to(torch.bfloat16), x.to(torch.float16)
     wave = torch.view_as_real(torch.fft.fft(x) * torch.complex(x, x.cos()))
     picked = x.gather(1, x.argsort(dim=1)) * x.topk(3).values.sum()
-    return half.sin().float() + low.square().float() + wave.sum(-1) + picked + torch.where(x > 0, x.double() ** 3, x).float()
+    return (
+        half.sin().float()
+        + low.square().float()
+        + wave.sum(-1)
+        + picked
+        + torch.where(x > 0, x.double() ** 3, x).float()
+    )
 
 
 def several_outputs(self, x):
@@ -287,7 +295,14 @@ def test_training(situation, section):
 
 @pytest.mark.parametrize(
     "modules",
-    [["0"], ["*.attn", "*.mlp"], ["*", "*.attn", "*.attn.qkv"], ["class:Linear"], ["class:GELU", "class:LayerNorm"], ["1.*"]],
+    [
+        ["0"],
+        ["*.attn", "*.mlp"],
+        ["*", "*.attn", "*.attn.qkv"],
+        ["class:Linear"],
+        ["class:GELU", "class:LayerNorm"],
+        ["1.*"],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("exclude", [[], ["*.out", "*.mlp.1", "*.mlp_norm"]], ids=["nothing excluded", "excluded"])
@@ -445,17 +460,13 @@ def test_what_is_computed_without_gradients_is_not_counted(section):
 
 
 def test_a_storage_that_many_operations_save_is_copied_once(section):
-    shared = []
-
     def forward(self, x):
         y = self.first(x)
-        shared.append(y)
         a = y.sin() + y.cos() + y[1:].square().sum() + self.second(y) + self.third(y.t().t())
         return a.sum()
 
     model = Calls(forward, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH), third=mlp())
     stats = compare(model, train(rows(), steps=1, loss_of=lambda loss: loss), section, modules=["*", "second", "third"])
-    del shared
     distinct = 3 * rows().nbytes  # the input, y, and the tanh inside third
     assert stats.saved_bytes == stats.offloaded_bytes == distinct
 
@@ -563,7 +574,7 @@ def compare_steps_after(model, plain, attachment):
 # Steps that fail.
 
 
-class Mishap(Exception):  # noqa: N818 - what it is called in a test says more
+class Mishap(Exception):
     pass
 
 
@@ -607,8 +618,8 @@ def fail(*_):
     raise Mishap
 
 
-@UNITS
-@pytest.mark.parametrize("where", ["1.1", "1.0", "1", "0"])
+@pytest.mark.parametrize("modules", [["*", "1", "1.*"], ["1.1"]], ids=str)
+@pytest.mark.parametrize("where", ["1.1", "1"])
 @pytest.mark.parametrize("when", ["before ours", "after ours", "hook before ours", "hook after ours"])
 def test_hooks_of_others_that_fail(where, when, modules, section):
     model = trapped()
@@ -790,7 +801,9 @@ def test_threads_that_train_at_the_same_time(section):
     attachments = [*(attached(model, section) for model in models), attached(shared, section)]
     inputs = [rows(n + 3) for n in range(2)]
     expected = [[*train(x, steps=12)(net), *grads_of(net)] for net, x in zip(plain, inputs, strict=True)]
-    shared_expected = [torch.autograd.grad(deepcopy(shared)(x).sum(), x)[0] for x in [i.clone().requires_grad_() for i in inputs]]
+    shared_expected = [
+        torch.autograd.grad(deepcopy(shared)(x).sum(), x)[0] for x in [i.clone().requires_grad_() for i in inputs]
+    ]
     found, errors = [None, None], []
 
     def work(number):

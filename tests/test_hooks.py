@@ -17,6 +17,7 @@ class Recorder:
 
     def __init__(self):
         self.events = []
+        self.unit_stats = {}
 
     def begin_micro_batch(self):
         self.events.append("begin")
@@ -124,7 +125,7 @@ def test_a_part_without_gradients_is_passed_over(recorder):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_region_that_runs_again_in_backward_tells_nothing(reentrant, recorder):
+def test_a_region_that_runs_again_in_backward_saves_nothing(reentrant, recorder):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -137,7 +138,7 @@ def test_a_region_that_runs_again_in_backward_tells_nothing(reentrant, recorder)
     loss = model(leaf()).sum()
     recorder.take()
     loss.backward()
-    assert set(recorder.take()) <= {"unpack"}
+    assert set(recorder.take()) <= {"unpack", "recompute"}
 
 
 def test_a_backward_inside_a_unit_packs_for_itself(recorder):
@@ -173,6 +174,39 @@ def test_a_hook_of_someone_else_fails(name, ours_first, register, recorder):
     recorder.take()
     model(leaf())
     assert recorder.take() == WHOLE_STEP
+
+
+class Catching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Tanh()
+
+    def forward(self, x):
+        try:
+            x = self.inner(x)
+        except (ValueError, KeyboardInterrupt):
+            x = x.sin()
+        return x.cos()
+
+
+@pytest.mark.parametrize("problem", ["fail", "interrupt"])
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_a_unit_stays_open_when_it_catches_what_a_unit_inside_it_raises(problem, ours_first, recorder):
+    model = nn.Sequential(Catching(), Tanh())
+    hook = {"fail": fail, "interrupt": interrupt}[problem]
+    if not ours_first:
+        model[0].inner.register_forward_pre_hook(hook)
+    hooked(recorder, "0", "0.inner", "1", model=model)
+    if ours_first:
+        model[0].inner.register_forward_pre_hook(hook)
+    model(leaf())
+    events = recorder.take()
+    assert [event for event in events if event.startswith("pack") and event != "pack 1"] in (
+        ["pack 0"],
+        ["pack 0.inner"],  # the interrupted call is still open, and its scope gets what its unit saves
+    )
+    assert events[-3:] == ["pack 1", "close 1", "end"]
+    assert events.count("close 0") == 1
 
 
 def test_an_interrupt_leaves_calls_open_until_the_next_forward(recorder):
@@ -217,7 +251,9 @@ def test_hooks_of_the_user_stay_where_they_were(recorder):
     assert len(theirs) == 2  # tanh of the module that is no unit, and exp
 
 
-@pytest.mark.parametrize("copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_has_no_working_hooks(copy, recorder):
     model, _ = hooked(recorder, "0", "0.inner")
     copy(model)(leaf())

@@ -13,7 +13,7 @@ NAME = PACKAGE.name
 
 LAYERS = {
     7: "api run",
-    6: "report adapters adapters.plain adapters.zero adapters.pipeline",
+    6: "report checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks",
     4: "offloader",
     3: "scope",
@@ -60,7 +60,11 @@ def siblings_imported_by(module):
 
 
 def dotted_names_in(module):
-    return {ast.unparse(n) for n in ast.walk(ast.parse(FILES[module].read_text())) if isinstance(n, ast.Attribute | ast.Name)}
+    return {
+        ast.unparse(n)
+        for n in ast.walk(ast.parse(FILES[module].read_text()))
+        if isinstance(n, ast.Attribute | ast.Name)
+    }
 
 
 def modules_that_mention(*names):
@@ -85,7 +89,9 @@ def test_imports_point_down(module):
 
 
 def test_what_may_be_imported_beside_is_imported():
-    assert {module: others - set(siblings_imported_by(module)) for module, others in BESIDE.items()} == {m: set() for m in BESIDE}
+    assert {module: others - set(siblings_imported_by(module)) for module, others in BESIDE.items()} == {
+        m: set() for m in BESIDE
+    }
 
 
 @pytest.mark.parametrize("module", ["schedule", "order", "plan"])

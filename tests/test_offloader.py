@@ -128,7 +128,9 @@ def test_a_storage_that_was_changed_is_saved_anew(alone):
     assert torch.equal(runtime.offloader.unpack(new), x)
 
 
-@pytest.mark.parametrize("apart", [lambda x: x.unsafe_chunk(2), lambda x: (x[:500], x.data[500:])], ids=["unsafe_chunk", "data"])
+@pytest.mark.parametrize(
+    "apart", [lambda x: x.unsafe_chunk(2), lambda x: (x[:500], x.data[500:])], ids=["unsafe_chunk", "data"]
+)
 def test_parts_of_a_storage_that_count_their_changes_apart_are_saved_apart(apart, alone):
     runtime = Runtime()
     first, second = apart(tensor())

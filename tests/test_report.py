@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -80,7 +81,19 @@ def test_what_is_said_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ([UnitStats()], "unit x saved nothing: it was never called with gradients enabled"),
+        ([UnitStats()], "unit x saved nothing: it was never called with gradients enabled, or only by compiled code"),
+        ([UnitStats(compiled=True)], "unit x saved nothing: it lies in a module that torch.compile has compiled"),
+        (
+            [UnitStats(recomputed_calls=1)],
+            "unit x saved nothing: it was only called in reentrant checkpoints "
+            "(use_reentrant=False offloads instead of recomputing)",
+        ),
+        ([replace(BUSY, recomputed_calls=1)], None),
+        (
+            [BUSY, replace(BUSY, unseen_checkpoints=2)],
+            "unit x: deepspeed.checkpointing keeps its inputs where no hook sees them; "
+            "use torch.utils.checkpoint.checkpoint with use_reentrant=False instead",
+        ),
         ([SMALL], "unit x saved nothing that may be offloaded (too_small 4, parameter 1)"),
         ([SMALL, SMALL], "unit x saved nothing that may be offloaded (too_small 8, parameter 2)"),
         ([BARE], "unit x saved nothing that may be offloaded (nothing in it saves tensors for backward)"),
@@ -101,7 +114,7 @@ def test_units_that_only_some_ranks_have_are_judged_by_those() -> None:
     """A pipeline's stages have different units."""
     text = render([counts(0, first=BUSY), counts(1, second=UnitStats())])
     said = [line for line in remarks(text) if line.startswith("unit")]
-    assert said == ["unit second saved nothing: it was never called with gradients enabled"]
+    assert said == ["unit second saved nothing: it was never called with gradients enabled, or only by compiled code"]
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp", "a[bold]b", "experts[/]", "x" * 150])

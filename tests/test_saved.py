@@ -1,4 +1,4 @@
-"""A saved storage, alone or packed with others, gives back its bits whatever is done with it, and ends cleanly anywhere."""
+"""A saved storage, alone or packed with others, gives back its bits whatever is done with it, and ends cleanly."""
 
 import gc
 import weakref
@@ -25,7 +25,7 @@ CHANGED = r"has been modified by an inplace operation: .* is at version 1; expec
 
 
 class Saved:
-    """Storages in one parcel, with the pool and the streams that they travel on; ``originals`` as the user holds them."""
+    """Storages in one parcel, with the pool and streams that they travel on; ``originals`` as the user holds them."""
 
     def __init__(self, originals, streams=None):
         self.streams = streams or SynchronousStreams(CPU)
@@ -77,7 +77,13 @@ def alone(streams=None):
 
 def packed(streams=None):
     mask = (torch.randn(3, 50) > 0).to(torch.uint8)
-    tensors = [torch.randn(40), mask, torch.randn(5, 6).to(torch.bfloat16)[1:], torch.arange(9).view(3, 3).t(), mask.bool()]
+    tensors = [
+        torch.randn(40),
+        mask,
+        torch.randn(5, 6).to(torch.bfloat16)[1:],
+        torch.arange(9).view(3, 3).t(),
+        mask.bool(),
+    ]
     return Saved(tensors, streams)
 
 
@@ -229,7 +235,7 @@ def test_a_change_of_the_original_is_refused(make, before, views):
     saved = make().do(*steps[:before])
     saved.originals[0].add_(1)
     for step in ["nothing", *steps[before:]]:
-        if step != "nothing" and step != "view":
+        if step not in ("nothing", "view"):
             saved.do(step)
         with pytest.raises(RuntimeError, match=CHANGED):
             saved.view()

@@ -35,7 +35,14 @@ def test_random_programs_give_the_same_numbers_and_no_access_is_out_of_order(fir
 
 def test_random_programs_do_all_that_there_is_to_do():
     stats = [s for seed in range(40) for s in run_seed(seed).stats]
-    for count in ("offloaded_bytes", "reloaded_bytes", "kept_bytes", "held_bytes", "used_in_place_bytes", "late_reloads"):
+    for count in (
+        "offloaded_bytes",
+        "reloaded_bytes",
+        "kept_bytes",
+        "held_bytes",
+        "used_in_place_bytes",
+        "late_reloads",
+    ):
         assert sum(getattr(s, count) for s in stats) > 0, count
 
 
@@ -64,7 +71,7 @@ class _Without(ast.NodeTransformer):
     def __init__(self, line):
         self.line = line
 
-    def visit_Expr(self, node):  # noqa: N802 - the name is ast's
+    def visit_Expr(self, node):
         return ast.Pass() if node.lineno == self.line else node
 
 
@@ -104,9 +111,7 @@ class KnowsOnlyTheStreamOfNow(Transfer):
         return compute
 
 
-@pytest.mark.parametrize(
-    "mutant", [WithoutBeforeRelease, WithoutBeforeUse, WithoutBeforeDrop, KnowsOnlyTheStreamOfNow]
-)
+@pytest.mark.parametrize("mutant", [WithoutBeforeRelease, WithoutBeforeUse, WithoutBeforeDrop, KnowsOnlyTheStreamOfNow])
 def test_a_storage_may_not_skip_what_orders_its_end(mutant, record_property):
     found = caught_by(mutant)
     record_property("found", found)

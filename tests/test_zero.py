@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_fgoffload
 from ds_fgoffload import offloader
-from ds_fgoffload.hooks import _ModuleHook as ModuleHook
+from ds_fgoffload.hooks import ModuleHook
 from ds_fgoffload.offloader import ALONE_BYTES
 
 WIDTH, LENGTH, SEQUENCES, VOCABULARY, LAYERS = 16, 6, 2, 11, 3

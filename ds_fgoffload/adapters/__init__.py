@@ -35,9 +35,6 @@ class Adapter(Protocol):
     def on_destroy(self, detach: Callable[[], None]) -> None:
         """``detach`` is to be called when the engine is destroyed."""
 
-    def on_compile(self, compiled: Callable[[], None]) -> None:
-        """``compiled`` is to be called when the engine has compiled its module."""
-
     def release(self) -> None:
         """Undoes all of the above."""
 

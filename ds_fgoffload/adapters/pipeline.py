@@ -6,16 +6,11 @@ of its schedule: the order in which micro-batches go backward is learned (:mod:`
 
 from __future__ import annotations
 
-from typing import Any
-
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import logger
 
 from ds_fgoffload.adapters.zero import ZeroAdapter
-from ds_fgoffload.config import SECTION
 
 
 class PipelineAdapter(ZeroAdapter):
@@ -26,16 +21,6 @@ class PipelineAdapter(ZeroAdapter):
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine)
         self._pipeline = engine
-        if engine.module.activation_checkpoint_interval > 0 and _is_deepspeeds(
-            engine.module.activation_checkpoint_func
-        ):
-            logger.warning(
-                f"{SECTION}: this pipeline checkpoints layers with deepspeed.checkpointing, which keeps their inputs "
-                "where no saved-tensor hook sees them: they stay on the device, and units inside the layers are "
-                "recomputed instead of offloaded. To offload the inputs, give PipelineModule "
-                "activation_checkpoint_func=functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False) "
-                'and select the whole model with "*"'
-            )
 
     def release_engine_buffers(self) -> None:
         """From now on the engine lets go of what it no longer reads once a micro-batch has gone backward.
@@ -63,7 +48,3 @@ class PipelineAdapter(ZeroAdapter):
     def release(self) -> None:
         super().release()
         self._pipeline.__dict__.pop("_INSTRUCTION_MAP", None)
-
-
-def _is_deepspeeds(checkpoint: Any) -> bool:
-    return checkpoint in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint)

@@ -28,8 +28,5 @@ class PlainAdapter:
     def on_destroy(self, detach: Callable[[], None]) -> None:
         pass
 
-    def on_compile(self, compiled: Callable[[], None]) -> None:
-        pass
-
     def release(self) -> None:
         pass

@@ -51,16 +51,5 @@ class ZeroAdapter:
 
         engine.destroy = detach_and_destroy
 
-    def on_compile(self, compiled: Callable[[], None]) -> None:
-        engine = self._engine
-        compile_engine = type(engine).compile
-
-        def compile_and_tell(*args: Any, **kwargs: Any) -> None:
-            compile_engine(engine, *args, **kwargs)
-            compiled()
-
-        engine.compile = compile_and_tell
-
     def release(self) -> None:
-        for name in ("destroy", "compile"):
-            self._engine.__dict__.pop(name, None)
+        self._engine.__dict__.pop("destroy", None)
