@@ -169,9 +169,11 @@ class Parcel:
     def __del__(self) -> None:
         leased_bytes = 0
         if self._lease is not None:
-            # A copy out that still reads the freed memory spoils only a block that nobody will read; a copy in would
-            # spoil the memory's next owner.
-            if self.state is State.RELOADED and self._compute not in self._ready_on:
+            if self.state is State.COPYING_OUT:
+                # What the copy would read after that is nobody's, but the pages may be unmapped under it, which faults
+                # (expandable segments: their allocator waits for its own stream only).
+                self._transfer.before_release(self._copied_out)
+            elif self.state is State.RELOADED and self._compute not in self._ready_on:
                 self._transfer.before_drop(self._copied_in, self._compute)
             self._lease.give_back(self._copied_out, self._copied_in)
             leased_bytes = self.size_bytes

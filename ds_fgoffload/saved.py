@@ -43,9 +43,11 @@ class SavedStorage:
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor``, a tensor over the same storage, has the values that were saved."""
-        unchanged = self.alias._version == self._version == tensor._version
-        # Two tensors over one storage may count their changes apart, as the outputs of unsafe_chunk in a GRU do.
-        return unchanged and self._owner() is _owner_of_version_counter(tensor)
+        if not self.alias._version == self._version == tensor._version:
+            return False
+        # Two tensors over one storage may count their changes apart, as the outputs of unsafe_chunk in a GRU do. A view
+        # counts with its base; with a detached tensor (ZeRO-3 detaches what every module is given) only a try tells.
+        return self._owner() is _owner_of_version_counter(tensor) or _count_together(self.alias, tensor)
 
     def send_with(self, parcel: Parcel, offset: int) -> None:
         """From now on the parcel knows where the bytes are; there they begin at ``offset``."""
@@ -126,6 +128,13 @@ class KeptTensor:
 def _owner_of_version_counter(tensor: torch.Tensor) -> torch.Tensor:
     base = tensor._base
     return tensor if base is None else base
+
+
+def _count_together(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """True if both tell of the same changes: ``alias``, which is ours, is counted up for a moment."""
+    with torch.autograd._unsafe_preserve_version_counter(alias):  # type: ignore[attr-defined]
+        torch._C._increment_version((alias,))
+        return bool(tensor._version == alias._version)
 
 
 def _changed_in_place(layout: Layout, expected: int, found: int) -> str:

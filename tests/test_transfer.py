@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_fgoffload import transfer as transfer_module
-from ds_fgoffload.parcel import Parcel
+from ds_fgoffload.parcel import Parcel, State
 from ds_fgoffload.pool import Lease
 from ds_fgoffload.transfer import Transfer
 from tests.adversarial import run_seed
@@ -135,6 +135,22 @@ def test_a_use_on_one_stream_is_none_on_another(record_property):
 def test_a_block_may_not_go_back_without_its_last_uses(record_property):
     give_back = Lease.give_back
     with mock.patch.object(Lease, "give_back", lambda lease, *_: give_back(lease)):
+        found = caught_by(Transfer)
+    record_property("found", found)
+    assert found is not None
+
+
+def test_memory_that_is_being_copied_out_is_not_dropped_before_the_copy(record_property):
+    end = Parcel.__del__
+
+    def careless_end(parcel):
+        if parcel.state is State.COPYING_OUT:
+            with mock.patch.object(type(parcel._transfer), "before_release"):
+                end(parcel)
+        else:
+            end(parcel)
+
+    with mock.patch.object(Parcel, "__del__", careless_end):
         found = caught_by(Transfer)
     record_property("found", found)
     assert found is not None
