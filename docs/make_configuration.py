@@ -19,7 +19,7 @@ The section `{SECTION}` of ds_config.json. Made from the fields in `ds_fgoffload
 `python docs/make_configuration.py`.
 
 Sizes are bytes or text such as `"64MiB"`. A key that is left out has its default; where that is *automatic*, leave it
-out: the word `"auto"` is refused, because Accelerate rejects it inside a nested section (`policy` is the one exception).
+out: the word `"auto"` is refused (except for `policy`), because Accelerate rejects it inside a nested section.
 Unknown keys and bad values are refused, with the section, the key, what was got and what is allowed.
 
 ```json

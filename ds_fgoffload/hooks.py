@@ -178,7 +178,7 @@ class ModuleHook:
         self._call = _uncompiled(call)
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():  # first, so that a graph does not depend on which hook this is
+        if not torch.compiler.is_compiling():  # what Dynamo sees of a hook that lies in a graph
             self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from ds_fgoffload.hooks import ModuleHook
 ROWS, WIDTH, BLOCKS, STEPS = 4, 8, 3, 3
 INPUT_BYTES = ROWS * WIDTH * 4
 MLP_BYTES = (1 + 4 + 4 + 4) * INPUT_BYTES
-"""Its input, the input of GELU, the noise of dropout, the input of the last layer."""
+"""Its input, what tanh returns, the noise of dropout, the input of the last layer."""
 BLOCK_BYTES = MLP_BYTES + INPUT_BYTES + 2 * ROWS * 4
 """And the input of the norm with its means and deviations."""
 NET_BYTES = 2 * INPUT_BYTES
@@ -38,23 +39,31 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Block(nn.Module):
-    """Runs dropout, so that a recompute without the random state of forward would show."""
+class Mlp(nn.Module):
+    """Tanh saves what it returns, dropout shows a recompute that has not the random state of forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(4 * WIDTH, WIDTH))
-        self.checkpoint: Callable[..., Tensor] | None = None
-        self.reruns = 0
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.made_again: list[StorageWeakRef] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.reruns += in_backward()
-        normed = self.norm(x)  # where a non-reentrant checkpoint stops, if what follows is offloaded
+        tanh = torch.tanh(self.wide(x))
         if in_backward():
-            self.made_again.append(StorageWeakRef(normed.untyped_storage()))
-        return x + self.mlp(normed)
+            self.made_again += [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, tanh)]
+        return self.narrow(F.dropout(tanh, 0.3))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+        self.checkpoint: Callable[..., Tensor] | None = None
+        self.reruns = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.reruns += in_backward()
+        return x + self.mlp(self.norm(x))
 
 
 class CallCheckpointed(Block):
@@ -152,7 +161,7 @@ class Cell:
         return not (self.region_moves and self.place == "is the block")
 
     @property
-    def is_recomputed_past_the_norm(self) -> bool:
+    def is_recomputed_to_the_end(self) -> bool:
         """Torch ends a non-reentrant recompute at the last tensor that it needs; DeepSpeed does not."""
         needs_no_more = self.region_moves and self.kind.checkpoint is non_reentrant
         return self.is_recomputed and not needs_no_more
@@ -251,8 +260,8 @@ def test_what_moves(kind: str, place: str, warnings: Callable[[], list[str]]) ->
         assert step == 0 or after.late_reloads == before.late_reloads
         assert after.live_host_bytes == 0
         assert net.reruns() == (BLOCKS * (step + 1) if cell.is_recomputed else 0)
-        made_again = [reference for block in net.blocks for reference in block.made_again]
-        assert bool(made_again) == cell.is_recomputed_past_the_norm
+        made_again = [reference for block in net.blocks for reference in block.mlp.made_again]
+        assert bool(made_again) == cell.is_recomputed_to_the_end
         assert all(reference.expired() for reference in made_again)
 
     said = "\n".join(warnings())
@@ -267,6 +276,13 @@ def test_what_moves(kind: str, place: str, warnings: Callable[[], list[str]]) ->
     )
     assert report.count("saved nothing: it was only called in reentrant checkpoints") == len(cell.idle_units)
     offload.detach()
+
+
+def test_the_matrix_in_the_documents_has_these_rows_and_columns() -> None:
+    page = (Path(__file__).parents[1] / "docs/composition.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines() if line[:2] == "| "]
+    start = rows.index(["checkpoint", *PLACES])
+    assert [row[0] for row in rows[start + 1 : start + 1 + len(KINDS)]] == list(KINDS)
 
 
 DEEPSPEED = pytest.mark.parametrize("kind", ["deepspeed", "deepspeed non-reentrant"])
@@ -364,7 +380,9 @@ def qwen3(*, use_reentrant: bool) -> nn.Module:
     )
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(config).train()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    # the second is its name before transformers 5
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
     return model
 
 

@@ -609,3 +609,18 @@ def test_the_next_micro_batch_comes_back_while_the_engine_waits_for_its_neighbou
     assert stage.ahead_of_backward == 0
     stage.step()
     assert stage.ahead_of_backward == 5  # all but the first, whose backward nothing goes before
+
+
+def test_what_is_needed_first_comes_back_as_backward_begins_although_the_rest_never_left():
+    schedule = Schedule(Plan(release_window_bytes=10, prefetch_window_bytes=100), synchronous=False)
+    acts = []
+    for micro_batch in (1, 2):
+        first, second = (f"{site}{micro_batch}" for site in "ab")
+        schedule.micro_batch_began(micro_batch)
+        for key in (first, second):
+            schedule.saved(key, Site(key[0], 0, 0), 10, micro_batch)
+        acts.append(schedule.backward_began(micro_batch))
+        for key in (first, second):
+            schedule.needed(key)
+            schedule.died(key)
+    assert acts == [[], [(Verb.RELOAD, "a2")]]

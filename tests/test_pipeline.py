@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
@@ -90,6 +90,8 @@ class Case:
     packed: bool = False  # small storages travel together
     tied: bool = False
     loss_is_module: bool = False
+    numbers_per_token: int | None = None
+    """What a layer saves, where that is not plain."""
     settles_in: int = 1
     """After so many steps that are alike no reload is late."""
 
@@ -130,12 +132,17 @@ class Case:
         around = self.modules == ["*"]
         if self.checkpoint == "deepspeed reentrant" or (self.checkpoint == "deepspeed non_reentrant" and around):
             return 0  # the inputs lie where no hook sees them, and units inside a reentrant checkpoint save nothing
+        if self.numbers_per_token is not None:
+            return self._bytes_of(step, self.numbers_per_token)
         if self.tied or self.dtype is not torch.float32 or not (around or self.modules == EACH_LAYER):
             return None
         tensors = 1 if self.outputs == "tensor" else 2
         numbers = tensors * WIDTH
         if not around or self.checkpoint == "none":
             numbers = (1 + 1 + 2 + 2) * WIDTH + 2 + (tensors - 1) * 2 * WIDTH
+        return self._bytes_of(step, numbers)
+
+    def _bytes_of(self, step: int, numbers: int) -> int:
         layers = LAYERS // self.stages
         return self.micro_batches_in(step) * layers * SEQUENCES * self.length_in(step) * numbers * 4
 
@@ -285,9 +292,8 @@ def compare(case: Case) -> None:
     expected = train(case, offloads=False)
     assert sum(key.startswith("gradient") for key in expected) > 0
     assert all(math.isfinite(value.float().sum()) for value in expected.values())
-    assert differences(expected, train(case, offloads=True)) == []
-    if case.micro_batches not in {1, 2}:  # with so few, streams change little
-        assert differences(expected, train(case, offloads=True, streams=True)) == []
+    for streams in (False, True):
+        assert differences(expected, train(case, offloads=True, streams=streams)) == []
 
 
 class Warnings(logging.Handler):
@@ -359,6 +365,12 @@ def matrix(engine: str, stages: int, micro_batches: tuple[int, ...]) -> list[Cas
     ]
 
 
+def diagonal(cases: list[Case]) -> list[Case]:
+    """Of a matrix with three numbers of micro-batches: each number with each kind of outputs and of checkpoints."""
+    tensors, tuples = cases[:9], cases[9:]
+    return [*(tensors[3 * i + (i + 2) % 3] for i in range(3)), *(tuples[3 * i + (i + 1) % 3] for i in range(3))]
+
+
 RELEASES = {"release_pipeline_buffers": True}
 LOSS_SETTLES_IN = 99  # backward begins in the loss, after the model's own forward: nothing tells it beforehand
 VARIANTS = {
@@ -371,7 +383,9 @@ VARIANTS = {
             for modules in (["loss_fn"], ["*", "loss_fn"])
         ),
         *(Case("1F1B", 2, 3, modules=modules) for modules in (["[0-3]"], ["7", "7.fc*"])),
-        *(Case("1F1B", 2, 3, checkpoint="non_reentrant", modules=modules) for modules in (EACH_LAYER, ["*.fc1", "*"])),
+        Case("1F1B", 2, 3, checkpoint="non_reentrant"),
+        # The unit inside offloads its input, and the unit around the checkpoint that of the layer: once each.
+        Case("1F1B", 2, 3, checkpoint="non_reentrant", modules=["*.fc1", "*"], numbers_per_token=2 * WIDTH),
         *(
             Case("1F1B", 2, 3, checkpoint=f"deepspeed {kind}", modules=modules)
             for kind in ("reentrant", "non_reentrant")
@@ -396,12 +410,10 @@ VARIANTS = {
         Case("DualPipeV", 4, 8, "tuple", steps=4, settles_in=2),
     ],
 }
-CASES = {
-    2: [*matrix("1F1B", 2, (1, 2, 6)), *matrix("DualPipeV", 2, (4, 5, 6)), *VARIANTS[2]],
-    4: [*matrix("1F1B", 4, (1, 2, 6)), *VARIANTS[4]],
+MATRICES = {
+    2: [matrix("1F1B", 2, (1, 2, 6)), matrix("DualPipeV", 2, (4, 5, 6))],
+    4: [matrix("1F1B", 4, (1, 2, 6))],
 }
-
-
 CHECKPOINTED = Case("1F1B", 2, 2, checkpoint="deepspeed reentrant", steps=2)
 NOWHERE = (
     'fine_grained_offload.modules: pattern "[0-3].fc3" matches no module (nearest: "0.fc1")\n'
@@ -437,25 +449,37 @@ def run_case(function: Any, *arguments: Any) -> None:
     function(*arguments)
 
 
-JOBS: dict[int, dict[str, tuple[Any, ...]]] = {
-    ranks: {case.name: (compare, case) for case in cases} for ranks, cases in CASES.items()
+def jobs(cases: Iterable[Case]) -> dict[str, tuple[Any, ...]]:
+    return {case.name: (compare, case) for case in cases}
+
+
+DEFAULT_JOBS = {
+    ranks: jobs((*(case for cases in MATRICES[ranks] for case in diagonal(cases)), *VARIANTS[ranks]))
+    for ranks in (2, 4)
 }
-JOBS[2] |= OTHERS
+DEFAULT_JOBS[2] |= OTHERS
+FULL_JOBS = {ranks: jobs(case for cases in MATRICES[ranks] for case in cases) for ranks in (2, 4)}
 
 
 @cache
-def outcomes(ranks: int) -> dict[str, Outcome]:
+def outcomes(ranks: int, *, full: bool = False) -> dict[str, Outcome]:
     """All cases of a number of ranks share their processes."""
-    return run_cases(run_case, JOBS[ranks], ranks=ranks)
+    return run_cases(run_case, (FULL_JOBS if full else DEFAULT_JOBS)[ranks], ranks=ranks)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", JOBS[2])
+@pytest.mark.parametrize("name", DEFAULT_JOBS[2])
 def test_on_two_ranks(name: str) -> None:
     outcomes(2)[name].check()
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", JOBS[4])
+@pytest.mark.parametrize("name", DEFAULT_JOBS[4])
 def test_on_four_ranks(name: str) -> None:
     outcomes(4)[name].check()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in FULL_JOBS.items() for name in names])
+def test_every_cell_of_the_matrix(ranks: int, name: str) -> None:
+    outcomes(ranks, full=True)[name].check()

@@ -145,8 +145,10 @@ def test_the_default_slab_is_large_where_memory_is_pinned(monkeypatch, kind, pin
 def test_the_process_has_one_pool():
     pool = host_pool()
     assert pool is host_pool()
+    pool.add_user()
     pool.lease(100).give_back()
     assert pool.trim() == 16 * MIB
+    pool.remove_user()
     assert pool.stats().pinned_bytes == 0
     pool.close()
 

@@ -1,21 +1,28 @@
-"""Ways of stepping that an engine's own counters do not tell: the same bits as without offloading, nothing left behind."""
+"""Ways of stepping that an engine's own counters do not tell: the same bits as without offloading, nothing left."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import one_rank
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import ds_fgoffload
+from ds_fgoffload import offloader
+from ds_fgoffload.api import initialize_with
 
 ROWS, WIDTH, BLOCKS, STEPS = 4, 8, 3, 4
-SECTION = {"modules": ["blocks.*"], "min_tensor_bytes": 0}
+LARGEST_BYTES = ROWS * 4 * WIDTH * 4
+SECTION = {"modules": ["blocks.*"], "min_tensor_bytes": 0, "prefetch_window_bytes": 2 * LARGEST_BYTES}
+"""The window is too small for a wrong guess of what is needed next: then reloads are late."""
 BLOCK_BYTES = ROWS * (1 + 4 + 4) * WIDTH * 4
 """The input of a block, and those of GELU and of its last layer."""
 MICRO_BATCH_BYTES = BLOCKS * BLOCK_BYTES
@@ -51,7 +58,8 @@ def _rank() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(offloader, "ALONE_BYTES", 0)
     yield
     assert ds_fgoffload.host_pool().stats().leased_bytes == 0
 
@@ -81,11 +89,12 @@ def loss_of(engine: Any, number: int) -> Tensor:
 class Moved:
     """What an engine's attachment has counted in each step."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, offloads: bool) -> None:
         self._offload = ds_fgoffload.get(engine)
+        assert (self._offload is not None) == offloads
         self._bytes = self._late = 0
 
-    def check(self, micro_batches: int, *, is_first: bool, dropped: int = 0) -> None:
+    def check(self, micro_batches: int, *, is_first: bool) -> None:
         if self._offload is None:
             return
         stats = self._offload.stats()
@@ -103,7 +112,7 @@ Step = Callable[..., tuple[int, list[Tensor]]]
 def train(step: Step, stage: int, *, offloads: bool, engines: int = 1, **config: Any) -> list[Tensor]:
     made: list[Tensor] = []
     used = [make_engine(stage, offloads=offloads, seed=seed, **config) for seed in range(engines)]
-    moved = [Moved(engine) for engine in used]
+    moved = [Moved(engine, offloads=offloads) for engine in used]
     for number in range(STEPS):
         micro_batches, losses = step(*used, number)
         made += [loss.detach().clone() for loss in losses]
@@ -173,6 +182,49 @@ def test_the_engine_wrapper_of_accelerate(stage: int) -> None:
         return 2, losses
 
     compare(step, stage, accumulation=2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_training_with_accelerate(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: no training with it to try")
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(deepspeed, "initialize", partial(initialize_with, deepspeed.initialize))  # as ds_fgoffload.run
+
+    def train_with_accelerate(section: dict[str, Any]) -> list[Tensor]:
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+            **section,
+        }
+        plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        net = Net()
+        data = DataLoader([row for number in range(2 * STEPS) for row in batch(number)], batch_size=ROWS)
+        engine, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01), data)
+        losses, moved = [], Moved(engine, offloads=bool(section))
+        for number, rows in enumerate(loader):
+            with accelerator.accumulate(engine):
+                loss = engine(rows).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().clone())
+                del loss
+            moved.check(1, is_first=number == 0)
+        engine.destroy()
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        return losses
+
+    found = train_with_accelerate({"fine_grained_offload": SECTION})
+    expected = train_with_accelerate({})
+    assert len(found) == 2 * STEPS
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(found[0], found[-1])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -283,7 +335,7 @@ def test_generation_and_evaluation_in_between(stage: int) -> None:
 
         before = look()
         loss = loss_of(engine, 10 * number)
-        between = look() if stage != 3 else []
+        between = look()
         engine.backward(loss)
         engine.step()
         return 1, [*before, loss, *between]
