@@ -1,8 +1,7 @@
 """Inputs of checkpointed layers on the host: a Qwen3-shaped Hugging Face decoder, gradient checkpointing, 32k tokens.
 
 One process, one model, in turn: plain checkpointing; ds_fgoffload with ``modules: ["model"]``; TRL's
-``OffloadActivations``; DeepSpeed's ``CheckpointHiddenStatesOffload``. ``--trl`` is the path of TRL's
-``models/activation_offloading.py``, which is loaded alone.
+``OffloadActivations``; DeepSpeed's ``CheckpointHiddenStatesOffload``.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from deepspeed.runtime.activation_checkpointing.offload_activations import Check
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import ds_fgoffload
-from benchmarks.measure import GIB, Steps, load_module, run_steps, save, summary
+from benchmarks.measure import GIB, Steps, run_steps, save, summary, trl_activation_offloading
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trl", required=True)
+    parser.add_argument("--name", default="checkpoint_inputs")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
-    trl = load_module("activation_offloading", arguments.trl)
+    trl = trl_activation_offloading()
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -88,7 +87,7 @@ def main() -> None:
             figures[name]["freed_reserved_gib"] = plain["max_reserved_gib"] - figures[name]["max_reserved_gib"]
             figures[name]["added_time"] = figures[name]["step_ms_median"] / plain["step_ms_median"] - 1
     figures["inputs_gib"] = arguments.layers * arguments.length * 4096 * 2 / GIB
-    save("checkpoint_inputs", figures)
+    save(arguments.name, figures)
     for key, value in figures.items():
         shown = {k: v for k, v in value.items() if k != "rounds"} if isinstance(value, dict) else value
         print(key, shown)

@@ -1,7 +1,6 @@
 """Host time per saved tensor: pack and unpack of many small tensors, beside TRL's ``OffloadActivations``.
 
 Both are timed at the same place, inside autograd's hooks, on the same model, in turn, and by the clock on the wall.
-``--trl`` is the path of TRL's ``models/activation_offloading.py``, which is loaded alone.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ds_fgoffload
-from benchmarks.measure import load_module, save
+from benchmarks.measure import save, trl_activation_offloading
 from ds_fgoffload import hooks
 
 
@@ -59,7 +58,6 @@ class Block(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trl", required=True)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rows", type=int, default=128)
@@ -67,7 +65,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
 
-    trl = load_module("activation_offloading", arguments.trl)
+    trl = trl_activation_offloading()
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.blocks))).cuda()
     x = torch.randn(arguments.rows, arguments.width, device="cuda")

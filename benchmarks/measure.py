@@ -123,11 +123,13 @@ class Stalls:
         self._pairs.append((before, after))
 
 
-def load_module(name: str, path: str) -> ModuleType:
-    """A single file of another package, without the package."""
-    specification = importlib.util.spec_from_file_location(name, path)
-    assert specification is not None
-    assert specification.loader is not None
+def trl_activation_offloading() -> ModuleType:
+    """TRL's ``models/activation_offloading.py``, loaded alone: the package around it needs more than this does."""
+    package = importlib.util.find_spec("trl")
+    assert package is not None and package.origin is not None, "TRL is not installed: pip install --no-deps trl"
+    path = Path(package.origin).parent / "models" / "activation_offloading.py"
+    specification = importlib.util.spec_from_file_location("activation_offloading", path)
+    assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
@@ -142,6 +144,7 @@ def save(name: str, figures: dict[str, Any]) -> None:
         "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "deepspeed": deepspeed.__version__},
         "device": torch.cuda.get_device_name(),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
         **figures,
     }
     folder = Path(os.environ.get("OUT", RESULTS))
