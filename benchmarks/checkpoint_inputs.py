@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--name", default="checkpoint_inputs")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> None:
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        vocab_size=32000,
+        vocab_size=arguments.vocabulary,
         max_position_embeddings=arguments.length,
         use_cache=False,
         attn_implementation="sdpa",
@@ -46,7 +47,7 @@ def main() -> None:
         model = Qwen3ForCausalLM(config).bfloat16()
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    tokens = torch.randint(0, 32000, (1, arguments.length), device="cuda")
+    tokens = torch.randint(0, arguments.vocabulary, (1, arguments.length), device="cuda")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch._dynamo
 from deepspeed.utils import logger
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -50,8 +51,8 @@ class ModuleHooks:
     def __init__(self, root: nn.Module, hooked: Mapping[str, nn.Module], offloader: Offloader) -> None:
         _leave_hooks_uncompiled()
         self._offloader = offloader
-        self._pack = _uncompiled(_pack)
-        self._unpack = _uncompiled(offloader.unpack)
+        self._pack, self._unpack = _pack, offloader.unpack
+        self._uncompiled_pack, self._uncompiled_unpack = _uncompiled(_pack), _uncompiled(offloader.unpack)
         self._keep = _uncompiled(_keep)
         self._kept = _uncompiled(KeptTensor.tensor)
         self._units = offloader.unit_stats
@@ -131,7 +132,11 @@ class ModuleHooks:
                 self._note_recompute(name)
             else:
                 scope = self._offloader.open_scope(name, module)
-                hooks = saved_tensors_hooks(partial(self._pack, self._offloader, scope), self._unpack)
+                # Where nothing is ever compiled, the third part of the host's time per saved tensor is spared.
+                used = _compile_is_used()
+                pack = self._uncompiled_pack if used else self._pack
+                unpack = self._uncompiled_unpack if used else self._unpack
+                hooks = saved_tensors_hooks(partial(pack, self._offloader, scope), unpack)
             hooks.__enter__()
         self._open_calls.stack.append(_OpenCall(module, scope, hooks))
 
@@ -191,7 +196,7 @@ def _do_nothing(*_: Any) -> None:
 
 def _pack(offloader: Offloader, scope: Scope, tensor: torch.Tensor) -> object:
     # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
-    return KeptTensor(tensor) if _in_backward() else offloader.pack(scope, tensor)
+    return KeptTensor(tensor) if torch._C._current_graph_task_id() != -1 else offloader.pack(scope, tensor)
 
 
 def _keep(tensor: torch.Tensor) -> KeptTensor:
@@ -209,14 +214,21 @@ def _leave_hooks_uncompiled() -> None:
     Dynamo does not compile ``nn.Module.__call__``, but goes on with what is called from there: hooks, then ``forward``.
     ``torch.compiler.disable`` would not do: a hook so marked breaks the graphs that it lies in.
     """
-    from torch._dynamo.eval_frame import skip_code
-
-    skip_code(ModuleHook.__call__.__code__)
+    # Not a public function. Without it results are the same, but Dynamo may try to compile the hooks.
+    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    if skip_code is not None:
+        skip_code(ModuleHook.__call__.__code__)
 
 
 def _uncompiled(function: Callable[..., _T]) -> Callable[..., _T]:
     """``function``, called by compiled code or by what Dynamo gave up on, is left as it is, with all that it calls."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _compile_is_used() -> bool:
+    """Whether anything in this process was ever given to ``torch.compile``."""
+    backends = getattr(torch._dynamo.eval_frame, "cached_backends", {0: True})
+    return any(backend is not None for backend in backends.values())  # None: torch.compiler.disable
 
 
 def _modules_above(name: str, root: nn.Module) -> tuple[nn.Module, ...]:

@@ -17,7 +17,7 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_fgoffload.eligibility import Eligibility
+from ds_fgoffload.eligibility import PARAMETER, Eligibility
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
@@ -120,17 +120,20 @@ class Offloader:
 
     def pack(self, scope: Scope, tensor: torch.Tensor) -> SavedView | KeptTensor:
         """Autograd saves ``tensor`` in ``scope``; what is returned is what autograd holds."""
+        if type(tensor) is nn.Parameter:  # every other saved tensor is one
+            scope.stats.skipped[PARAMETER] += 1
+            return KeptTensor(tensor)
         with self._lock:
             reason = EXCLUDED if scope.excluded else self._eligibility.skip_reason(tensor, scope.module)
             if reason is not None:
                 scope.stats.skipped[reason] += 1
                 return KeptTensor(tensor)
-            site = scope.next_site()
+            scope.saves += 1
             storage = self._saved_before(tensor)
             if storage is None:
                 storage = SavedStorage(tensor, self._transfer.compute())
                 self._by_identity[storage.identity] = weakref.ref(storage)
-                self._send(scope, storage, site)
+                self._send(scope, storage)
             else:
                 self._transfer.compute()  # this stream will read it, too
                 if storage.parcel is not None:
@@ -175,20 +178,20 @@ class Offloader:
         storage = None if found is None else found()
         return storage if storage is not None and storage.covers(tensor) else None
 
-    def _send(self, scope: Scope, storage: SavedStorage, site: Site) -> None:
+    def _send(self, scope: Scope, storage: SavedStorage) -> None:
         """A storage that nobody had saved: off to the host, alone or packed with others, unless the plan keeps it."""
         size_bytes = storage.size_bytes
         scope.stats.saved_bytes += size_bytes
         scope.saved_bytes += size_bytes
-        if self._plan.action(site) is Action.KEEP:
+        if self._plan.sites and self._plan.action(scope.site()) is Action.KEEP:
             scope.stats.kept_bytes += size_bytes
         elif size_bytes >= ALONE_BYTES:
-            self._send_parcel(scope, [storage], site)
+            self._send_parcel(scope, [storage], scope.site())
         else:
             if scope.waiting and scope.waiting[0].compute != storage.compute:
                 self._send_waiting(scope)
             if not scope.waiting:
-                scope.waiting_site = site
+                scope.waiting_site = scope.site()
             scope.waiting.append(storage)
             scope.waiting_bytes += size_bytes
             if scope.waiting_bytes >= PARCEL_BYTES:

@@ -21,7 +21,7 @@ class Scope:
         excluded: the tensors saved here stay on the device.
     """
 
-    __slots__ = ("_next_save", "call", "excluded", "micro_batch", "module", "saved_bytes", "stats", "unit", "waiting",
+    __slots__ = ("call", "excluded", "micro_batch", "module", "saved_bytes", "saves", "stats", "unit", "waiting",
                  "waiting_bytes", "waiting_site")  # fmt: skip
 
     def __init__(
@@ -39,10 +39,9 @@ class Scope:
         self.waiting_bytes = 0
         self.waiting_site: Site | None = None
         """The site of the first that waits; it stands for the parcel."""
-        self._next_save = 0
+        self.saves = 0
+        """Eligible saves so far, whether their storages were new or shared."""
 
-    def next_site(self) -> Site:
-        """The site of the next eligible save, whether its storage is new or shared."""
-        site = Site(self.unit, self.call, self._next_save)
-        self._next_save += 1
-        return site
+    def site(self) -> Site:
+        """The site of the latest eligible save."""
+        return Site(self.unit, self.call, self.saves - 1)

@@ -243,14 +243,13 @@ def test_a_wrapper_made_after_attaching_is_not_seen_but_its_units_are_reported(w
     offload.detach()
 
 
-@BACKENDS
 @pytest.mark.parametrize(
     ("modules", "named"), [("*", False), ("_orig_mod", False), ("*.blocks.*", True), ("*.mlp", True)]
 )
-def test_a_wrapper_may_be_the_root(modules: str, named: bool, backend: str, warnings: Any) -> None:
+def test_a_wrapper_may_be_the_root(modules: str, named: bool, warnings: Any) -> None:
     plain, net = make(), make()
-    expected = train(torch.compile(plain, backend=backend), plain)
-    root = torch.compile(net, backend=backend)
+    expected = train(torch.compile(plain, backend="eager"), plain)
+    root = torch.compile(net, backend="eager")
     offload = ds_fgoffload.attach(root, {"modules": [modules], "min_tensor_bytes": 0})
     assert_same(train(root, net), expected)
     assert bool(offload.stats().offloaded_bytes) != named
@@ -376,7 +375,7 @@ def train_engine(engine: Any) -> list[Tensor]:
 @pytest.mark.usefixtures("_rank")
 @pytest.mark.parametrize(("stage", "modules"), [(0, "*"), (0, "blocks.*"), (1, "*"), (1, "blocks.*"), (3, "*")])
 def test_a_compiled_engine(stage: int, modules: str, warnings: Any) -> None:
-    blocks = 1 if stage == 3 else BLOCKS  # Dynamo takes seconds for ZeRO-3's hooks on each module
+    blocks = 0 if stage == 3 else BLOCKS  # Dynamo takes seconds for ZeRO-3's hooks on each module
     plain = engine_of(make(partial(Net, blocks)), stage)
     plain.compile(backend="eager")
     expected = train_engine(plain)
