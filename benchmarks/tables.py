@@ -21,8 +21,7 @@ def core(figures: dict[str, Any]) -> list[str]:
     rates = figures["rates"]
 
     def row(name: str, mode: dict[str, Any]) -> str:
-        spread = f"{mode['step_ms_median']:.0f} ms ({mode['step_ms_min']:.0f} to {mode['step_ms_max']:.0f})"
-        return f"| {name} | {mode['max_reserved_gib']:.1f} | {mode['max_allocated_gib']:.1f} | {spread} |"
+        return f"| {name} | {mode['max_reserved_gib']:.1f} | {mode['max_allocated_gib']:.1f} | {spread(mode)} |"
 
     arguments = figures["arguments"]
     return [
@@ -60,6 +59,52 @@ def host_time(figures: dict[str, Any]) -> list[str]:
     ]
 
 
+def pipeline(figures: dict[str, Any]) -> list[str]:
+    """Memory and time of each stage."""
+    arguments = figures["arguments"]
+    names = {"plain": "without", "offloaded": "with", "offloaded_and_buffers": "with, and `release_pipeline_buffers`"}
+    lines = [
+        f"**Pipeline.** `PipelineEngine` on two {figures['device']}, ZeRO-1, bf16, {arguments['layers']} decoder layers of hidden 4096, {arguments['micro_batches']} micro-batches of {arguments['length']} tokens, `modules: {json.dumps(arguments['modules'])}`:",
+        "",
+        "| stage | | max reserved, GiB | max allocated, GiB | step, median (min to max) | moved per step, GiB | compute stalled, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for stage, modes in enumerate(figures["stages"]):
+        for key, name in names.items():
+            mode = modes[key]
+            moved = f"{mode['offloaded_bytes'] / 2**30:.1f}" if "offloaded_bytes" in mode else "-"
+            stalled = f"{mode['stalled_ms']:.1f}" if "stalled_ms" in mode else "-"
+            lines.append(
+                f"| {stage} | {name} | {mode['max_reserved_gib']:.1f} | {mode['max_allocated_gib']:.1f} | {spread(mode)} | {moved} | {stalled} |"
+            )
+    return lines
+
+
+def checkpoint_inputs(figures: dict[str, Any]) -> list[str]:
+    """Inputs of checkpointed layers, beside others who offload them."""
+    arguments = figures["arguments"]
+    names = {
+        "plain": "checkpointing alone",
+        "ours": 'ds_fgoffload, `modules: ["model"]`',
+        "trl": "TRL `OffloadActivations`",
+        "deepspeed": "DeepSpeed `CheckpointHiddenStatesOffload`",
+    }
+    return [
+        f"**Checkpoint inputs.** Hugging Face Qwen3-shaped decoder ({arguments['layers']} layers, hidden 4096, vocabulary {arguments.get('vocabulary', 32000)}), {arguments['length']} tokens, gradient checkpointing, allocator {figures['allocator']}; the inputs are {figures['inputs_gib']:.1f} GiB:",
+        "",
+        "| | max reserved, GiB | max allocated, GiB | step, median (min to max) |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {figures[key]['max_reserved_gib']:.1f} | {figures[key]['max_allocated_gib']:.1f} | {spread(figures[key])} |"
+            for key, name in names.items()
+        ),
+    ]
+
+
+def spread(mode: dict[str, Any]) -> str:
+    return f"{mode['step_ms_median']:.0f} ms ({mode['step_ms_min']:.0f} to {mode['step_ms_max']:.0f})"
+
+
 def exactness(names: list[str]) -> list[str]:
     """How many combinations were compared."""
     runs = [load(name) for name in names]
@@ -78,7 +123,13 @@ def source(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     parts: list[str] = []
-    for name, lines in (("core", core), ("host_time", host_time)):
+    for name, lines in (
+        ("core", core),
+        ("pipeline", pipeline),
+        ("checkpoint_inputs", checkpoint_inputs),
+        ("checkpoint_inputs_small_vocabulary", checkpoint_inputs),
+        ("host_time", host_time),
+    ):
         figures = load(name)
         parts += [*lines(figures), "", source(figures), ""]
     available = [p.stem for p in sorted((ROOT / "benchmarks" / "results").glob("exactness_*.json"))]

@@ -58,6 +58,8 @@ class ModuleHooks:
         self._units = offloader.unit_stats
         self._only_recomputed: dict[str, None] = {}
         self._told_recomputed = False
+        self._root = root
+        self._root_has_returned = False
         self._open_calls = _OpenCalls()
         self._root_handles = (
             root.register_forward_pre_hook(ModuleHook(self._begin_micro_batch), prepend=True),
@@ -112,6 +114,7 @@ class ModuleHooks:
         # Calls are still open here only if the last forward was left by something that module hooks do not see,
         # such as KeyboardInterrupt.
         self._close_all()
+        self._root_has_returned = False
         if any(module._compiled_call_impl is not None for module in self._compilable):
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
@@ -119,6 +122,10 @@ class ModuleHooks:
             self._offloader.begin_micro_batch()
 
     def _end_micro_batch(self, _root: nn.Module, _arguments: object, output: object) -> None:
+        self._root_has_returned = True
+        self._watch(output)
+
+    def _watch(self, output: object) -> None:
         if torch.is_grad_enabled() and not _in_backward():
             self._offloader.watch_backward(output)
 
@@ -140,7 +147,9 @@ class ModuleHooks:
             hooks.__enter__()
         self._open_calls.stack.append(_OpenCall(module, scope, hooks))
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
+    def _leave(self, module: nn.Module, _arguments: object, output: object) -> None:
+        if self._root_has_returned and module is not self._root:  # a loss, whose backward begins in it
+            self._watch(output)
         stack = self._open_calls.stack
         # A hook of someone else may have raised before ours was reached: then this call was never entered.
         while any(call.module is module for call in stack):

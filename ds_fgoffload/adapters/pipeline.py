@@ -7,10 +7,14 @@ of its schedule: the order in which micro-batches go backward is learned (:mod:`
 from __future__ import annotations
 
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_fgoffload.adapters.zero import ZeroAdapter
+
+try:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+except ImportError:  # DeepSpeed before 0.19.8 has no such engine
+    DualPipeVEngine = None
 
 
 class PipelineAdapter(ZeroAdapter):
@@ -28,7 +32,7 @@ class PipelineAdapter(ZeroAdapter):
         DeepSpeed keeps the last stage's outputs and labels, and the first stage's inputs, until their buffer is used
         again. DualPipeV frees its own.
         """
-        if isinstance(self._pipeline, DualPipeVEngine):
+        if DualPipeVEngine is not None and isinstance(self._pipeline, DualPipeVEngine):
             return
         instructions = self._pipeline._INSTRUCTION_MAP
         backward = instructions[schedule.BackwardPass]
