@@ -143,7 +143,7 @@ def save(name: str, figures: dict[str, Any]) -> None:
         "commit": os.environ.get("COMMIT") or _commit(),
         "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "deepspeed": deepspeed.__version__},
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
         **figures,
     }
