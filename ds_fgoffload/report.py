@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_fgoffload.eligibility import TOO_SMALL
 from ds_fgoffload.pool import HostPoolStats
 from ds_fgoffload.stats import OffloadStats, UnitStats, shown
 
@@ -124,7 +125,8 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
                 ", ".join(f"{reason} {n}" for reason, n in skipped.items())
                 or "nothing in it saves tensors for backward"
             )
-            remarks.append(f"unit {shown(name)} saved nothing that may be offloaded ({why})")
+            remedy = "; storages below min_tensor_bytes stay: lower it" if skipped[TOO_SMALL] else ""
+            remarks.append(f"unit {shown(name)} saved nothing that may be offloaded ({why}){remedy}")
         elif offloaded and held == offloaded:
             remarks.append(f"unit {shown(name)} freed nothing: something else held every storage until backward")
     return remarks

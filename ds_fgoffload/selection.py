@@ -141,9 +141,14 @@ def check(findings: Sequence[Findings]) -> None:
     if remedies:
         names = _one_per_shape([name for rank in findings for name in rank.names])
         classes = tuple(dict.fromkeys(name for rank in findings for name in rank.classes))
+        kinds = [f"class:{name}" for name in classes]
         for (key, pattern), remedy in remedies.items():
             near = nearest(pattern, names, classes)
-            hint = "nearest: " + ", ".join(f'"{name}"' for name in near) if near else "no name is near"
+            hint = (
+                "nearest: " + ", ".join(f'"{name}"' for name in near)
+                if near
+                else _some(kinds if pattern.startswith("class:") else names)
+            )
             lines.append(f'{SECTION}.{key}: pattern "{pattern}" matches no module ({hint}){remedy}')
     if not lines and any(rank.selected for rank in findings) and not any(rank.units for rank in findings):
         lines.append(f'{SECTION}.exclude: excludes every module that "modules" selects; narrow one or the other')
@@ -176,6 +181,12 @@ def nearest(pattern: str, names: Sequence[str], classes: Sequence[str], count: i
     return list(found.values())
 
 
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f'"{name}"' for name in names[:_SHOWN])
+    return f"no name is near; there are {shown}{', ...' if len(names) > _SHOWN else ''}"
+
+
+_SHOWN = 5
 _NEAR = 0.6
 
 

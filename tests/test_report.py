@@ -40,6 +40,8 @@ HELD = UnitStats(calls=2, saved_bytes=2 * MIB, offloaded_bytes=2 * MIB, held_byt
 HALF_HELD = UnitStats(calls=2, saved_bytes=2 * MIB, offloaded_bytes=2 * MIB, held_bytes=MIB, reloaded_bytes=MIB)
 KEPT = UnitStats(calls=2, saved_bytes=2 * MIB, kept_bytes=2 * MIB, skipped=Counter(host_full=2))
 
+LOWER_IT = "; storages below min_tensor_bytes stay: lower it"
+
 
 def counts(rank: int = 0, live_host_bytes: int = 0, **units: UnitStats) -> RankCounts:
     return RankCounts(rank, total(units, live_host_bytes), POOL)
@@ -94,8 +96,8 @@ def test_what_is_said_of_a_rank() -> None:
             "unit x: deepspeed.checkpointing keeps its inputs where no hook sees them; "
             "use torch.utils.checkpoint.checkpoint with use_reentrant=False instead",
         ),
-        ([SMALL], "unit x saved nothing that may be offloaded (too_small 4, parameter 1)"),
-        ([SMALL, SMALL], "unit x saved nothing that may be offloaded (too_small 8, parameter 2)"),
+        ([SMALL], "unit x saved nothing that may be offloaded (too_small 4, parameter 1)" + LOWER_IT),
+        ([SMALL, SMALL], "unit x saved nothing that may be offloaded (too_small 8, parameter 2)" + LOWER_IT),
         ([BARE], "unit x saved nothing that may be offloaded (nothing in it saves tensors for backward)"),
         ([HELD], "unit x freed nothing: something else held every storage until backward"),
         ([HELD, UnitStats()], "unit x freed nothing: something else held every storage until backward"),

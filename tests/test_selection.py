@@ -165,7 +165,14 @@ P = "fine_grained_offload."
                 'to match at any depth write "*.act_fn"'
             ],
         ),
-        (["class:MLP2"], [], ['modules: pattern "class:MLP2" matches no module (no name is near)']),
+        (
+            ["class:MLP2"],
+            [],
+            [
+                'modules: pattern "class:MLP2" matches no module (no name is near; there are "class:Node", '
+                '"class:Embedding", "class:ModuleList", "class:Linear", "class:Mlp", ...)'
+            ],
+        ),
         (["class:Embeding"], [], ['modules: pattern "class:Embeding" matches no module (nearest: "class:Embedding")']),
         (
             ["*"],
@@ -182,7 +189,8 @@ P = "fine_grained_offload."
                 'modules: pattern "" is empty; write a name, a glob, "re:..." or "class:Name"',
                 'exclude: pattern "re:" is empty; write a name, a glob, "re:..." or "class:Name"',
                 'exclude: pattern "class:" is empty; write a name, a glob, "re:..." or "class:Name"',
-                'modules: pattern "zzz" matches no module (no name is near)',
+                'modules: pattern "zzz" matches no module (no name is near; there are "model", "model.embed", '
+                '"model.layers", "model.layers.0", "model.layers.0.attn", ...)',
             ],
         ),
         (
