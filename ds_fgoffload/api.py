@@ -55,7 +55,6 @@ class Attachment:
         pool = host_pool()
         pool.configure(HostPoolSettings(config.host_pool.max_bytes, config.host_pool.pin_memory))
         self._adapter = adapter
-        self._units = tuple(chosen.units)
         self._target = weakref.ref(target)
         self._offloader = Offloader(
             chosen.units,
