@@ -17,7 +17,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_fgoffload.hooks import ModuleHook, ModuleHooks
+from ds_fgoffload.compiled import ModuleHook
+from ds_fgoffload.hooks import ModuleHooks
 from ds_fgoffload.stats import UnitStats, shown
 
 ALTERNATIVE = (

@@ -15,6 +15,8 @@ _SUMMED = (
     "held_bytes",
     "used_in_place_bytes",
     "late_reloads",
+    "recomputations",
+    "recompute_ms",
 )
 
 
@@ -46,6 +48,12 @@ class UnitStats:
     """Reloads that were begun only when backward already needed the storage."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Saved tensors that were not eligible, by reason."""
+    recomputations: int = 0
+    """Times that a call of a unit under ``recompute`` was made again in backward."""
+    recompute_ms: float = 0.0
+    """Device time of that, in milliseconds, as far as the device has come."""
+    recompute_refused: str = ""
+    """Why a unit under ``recompute`` keeps what it saves all the same; empty: it does not."""
     compiled: bool = False
     """It lies in a module that ``torch.compile`` compiled as a whole, so that its hooks do not run."""
     recomputed_calls: int = 0
@@ -56,7 +64,7 @@ class UnitStats:
 
 @dataclass
 class OffloadStats:
-    """Cumulative counts of one attachment on this rank, in bytes unless the name says otherwise: :class:`UnitStats`."""
+    """Cumulative counts of one attachment on this rank, in bytes unless the name or :class:`UnitStats` says otherwise."""
 
     saved_bytes: int = 0
     offloaded_bytes: int = 0
@@ -66,6 +74,8 @@ class OffloadStats:
     held_bytes: int = 0
     used_in_place_bytes: int = 0
     late_reloads: int = 0
+    recomputations: int = 0
+    recompute_ms: float = 0.0
     live_host_bytes: int = 0
     """Bytes on lease from the host pool at this moment, for graphs that are still alive."""
     skipped: Counter[str] = field(default_factory=Counter)

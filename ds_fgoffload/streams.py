@@ -8,6 +8,7 @@ when :meth:`Streams.copy` returns.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -190,3 +191,35 @@ def unpin_unused_host() -> None:
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()
+
+
+def stamp(streams: Streams) -> Any:
+    """The present moment of the compute stream, for :func:`elapsed_ms`."""
+    if streams.synchronous:
+        return time.perf_counter()
+    event = get_accelerator().Event(enable_timing=True)
+    event.record(streams.compute())
+    return event
+
+
+def elapsed_ms(begin: Any, end: Any) -> float | None:
+    """Milliseconds between two stamps; None if the device has not come to the second yet. Waits for nothing."""
+    if isinstance(begin, float) and isinstance(end, float):
+        return (end - begin) * 1e3
+    if not end.query():
+        return None
+    return float(begin.elapsed_time(end))
+
+
+def random_states(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of the random generators of the CPU and of ``device``."""
+    if device.type == "cpu":
+        return (torch.get_rng_state(),)
+    return torch.get_rng_state(), get_accelerator().get_rng_state(device.index)
+
+
+def set_random_states(device: torch.device, states: tuple[torch.Tensor, ...]) -> None:
+    """Undoes what was drawn since :func:`random_states`."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        get_accelerator().set_rng_state(states[1], device.index)
