@@ -21,6 +21,7 @@ from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.hooks import ModuleHooks
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Plan
+from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
@@ -67,6 +68,7 @@ class Attachment:
             transfer_on(device),
             pool,
             raise_when_full=config.host_pool.on_full == "error",
+            wish=_wish(config),
         )
         self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader)
         self._unseen_checkpoints = UnseenCheckpoints(adapter.root, self._hooks, self._offloader.unit_stats)
@@ -206,6 +208,12 @@ def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Sel
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
     return chosen
+
+
+def _wish(config: FineGrainedOffloadConfig) -> Wish | None:
+    if config.release_window_bytes is not None or config.prefetch_window_bytes is not None:
+        return None
+    return Wish(config.policy == "all", config.max_overhead, config.target_saved_bytes)
 
 
 def _detach_if_there(attachment: Attachment | None) -> None:

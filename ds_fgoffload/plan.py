@@ -1,4 +1,4 @@
-"""What is to happen to each site, and how many bytes may lie on the device meanwhile."""
+"""What is to happen to each site, and when: the words in which planner, schedule and recorder speak to each other."""
 
 from __future__ import annotations
 
@@ -14,6 +14,30 @@ class Site(NamedTuple):
     unit: str
     call: int
     save: int
+
+
+class Place(NamedTuple):
+    """Where in a round something is saved: the micro-batch's number in the round, and the site."""
+
+    ordinal: int
+    site: Site
+
+
+class Kind(Enum):
+    """What can happen in a round that the schedule sees."""
+
+    OPENED = "a unit is called"
+    CLOSED = "the call has ended"
+    SAVED = "something is saved"
+    BACKWARD = "a micro-batch begins backward"
+    NEEDED = "backward needs something for the first time"
+
+
+class Moment(NamedTuple):
+    """Something that happens once in a round. Of a call, the place has no save (-1); of a backward, no unit either."""
+
+    kind: Kind
+    place: Place
 
 
 class Action(Enum):
@@ -35,3 +59,19 @@ class Plan:
 
     def action(self, site: Site) -> Action:
         return self.sites.get(site, self.default)
+
+
+@dataclass(frozen=True)
+class Points:
+    """When each place leaves the device and when it comes back, in a round that goes as a recorded one did."""
+
+    positions: Mapping[Moment, int]
+    """The moments of the recorded round, in their order on the device."""
+    release: Mapping[Place, int]
+    """Position from which the copy to the host is known to be over."""
+    reload: Mapping[Place, int]
+    """Last position at which the copy back can begin and be over in time."""
+    kept: frozenset[Place] = frozenset()
+    """Places that are not worth a copy."""
+    within_window: bool = False
+    """Whether the release window holds as well: memory before time, even if compute has to wait."""

@@ -550,7 +550,7 @@ class Stage:
                 keys.append(self._key)
                 site = Site(f"{command.kwargs.get('phase')}.{layer}", 0, save)
                 self._carry_out(self.schedule.saved(self._key, site, size_bytes, self._micro_batch))
-            self.schedule.scope_closed(sum(self.sizes_bytes))
+            self.schedule.scope_closed(self._micro_batch, "unit", 0, sum(self.sizes_bytes))
         self._in_flight[command.buffer_id] = (self._micro_batch, keys)
 
     def _backward(self, command):
