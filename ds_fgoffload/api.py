@@ -213,7 +213,11 @@ def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Sel
 def _wish(config: FineGrainedOffloadConfig) -> Wish | None:
     if config.release_window_bytes is not None or config.prefetch_window_bytes is not None:
         return None
-    return Wish(config.policy == "all", config.max_overhead, config.target_saved_bytes)
+    return Wish(
+        everything=config.policy == "all",
+        max_overhead=config.max_overhead,
+        target_saved_bytes=config.target_saved_bytes,
+    )
 
 
 def _detach_if_there(attachment: Attachment | None) -> None:

@@ -21,11 +21,11 @@ from ds_fgoffload.eligibility import PARAMETER, Eligibility
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
-from ds_fgoffload.plan import Action, Plan, Site
+from ds_fgoffload.plan import Act, Action, Plan, Site, Verb
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPool
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
-from ds_fgoffload.schedule import Act, Schedule, Verb
+from ds_fgoffload.schedule import Schedule
 from ds_fgoffload.scope import Scope
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
 from ds_fgoffload.transfer import Transfer
@@ -97,9 +97,7 @@ class Offloader:
             self._eligibility.refresh()
             self._transfer.compute()
             if self._schedule.micro_batch_began(self._micro_batch) and self._tuner is not None:
-                points = self._tuner.new_points()
-                if points is not None:
-                    self._schedule.go_by(points)
+                self._schedule.go_by(self._tuner.points())
 
     def watch_backward(self, output: object) -> None:
         """The forward of a micro-batch has returned ``output``: its backward begins at one of the tensors in it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Site(NamedTuple):
@@ -38,6 +38,17 @@ class Moment(NamedTuple):
 
     kind: Kind
     place: Place
+
+
+class Verb(Enum):
+    OFFLOAD = "offload"
+    RELEASE = "release"
+    RELOAD = "reload"
+
+
+class Act(NamedTuple):
+    verb: Verb
+    key: int
 
 
 class Action(Enum):
@@ -75,3 +86,16 @@ class Points:
     """Places that are not worth a copy."""
     within_window: bool = False
     """Whether the release window holds as well: memory before time, even if compute has to wait."""
+
+
+class Witness(Protocol):
+    """Is told what the schedule passes."""
+
+    def round_began(self, points: Points | None) -> None:
+        """A new round, which goes by ``points``; the moments of the last are complete."""
+
+    def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
+        """A moment of the round. ``size_bytes``: of what is saved there; ``away_bytes``: on the host alone, now."""
+
+    def held(self, place: Place) -> None:
+        """Something else kept on the device what was saved at ``place``: its copy freed nothing."""

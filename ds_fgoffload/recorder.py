@@ -13,12 +13,14 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ds_fgoffload.plan import Moment, Place, Points
-from ds_fgoffload.planner import Passed, Recording
+from ds_fgoffload.simulation import Passed, Recording
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Fence, Streams
 
 READ_LAG_MS = 0.3
-"""A device that was behind the host by more than that, and is not any more, was waited for."""
+"""A device that is behind the host by less is not waited for; and the host needs less to go on after a read."""
+ROUNDS_OF_LAG = 16
+"""In so many rounds the clocks of host and device do not drift apart by anything that matters here."""
 SMALLEST_TIMED_BYTES = 1 << 20
 """Smaller copies say more of the start of a copy than of the link's rate."""
 
@@ -82,7 +84,10 @@ class Recorder:
         self._round = _Round()
         self._over: deque[_Round] = deque()
         self._rates: dict[Direction, float] = {}
-        self._least_ms: dict[Moment, float] = {}  # before a moment after a read, in any round
+        self._origin: Fence | None = None  # of the last round
+        self._origin_ms = 0.0  # since that of the first
+        self._least_lags_ms: deque[float] = deque(maxlen=ROUNDS_OF_LAG)
+        self._least_ms: dict[Moment, float] = {}  # that a read before a moment took when no copy delayed it
         self.measure_memory = False
         """Whether the device's allocated memory is asked for at each moment, which costs the host some time."""
 
@@ -147,7 +152,8 @@ class Recorder:
         self._streams.empty_cache()
 
     def _count_copies(self, direction: Direction, copies: list[_Copy], origin: Fence) -> None:
-        timed_bytes, timed_ms, last_end_ms = 0, 0.0, float("-inf")
+        timed: list[tuple[int, float]] = []
+        last_end_ms = float("-inf")
         for copy in copies:
             begin_ms = max(last_end_ms, self._streams.elapsed_ms(origin, copy.ready))
             last_end_ms = self._streams.elapsed_ms(origin, copy.end)
@@ -156,11 +162,11 @@ class Recorder:
                 copy.stats.copying_out_ms += took_ms
             else:
                 copy.stats.copying_in_ms += took_ms
-            if copy.size_bytes >= SMALLEST_TIMED_BYTES:
-                timed_bytes += copy.size_bytes
-                timed_ms += took_ms
-        if timed_ms:
-            self._rates[direction] = timed_bytes / timed_ms
+            timed.append((copy.size_bytes, took_ms))
+        large = [(size_bytes, ms) for size_bytes, ms in timed if size_bytes >= SMALLEST_TIMED_BYTES] or timed
+        in_all_ms = sum(ms for _, ms in large)
+        if in_all_ms:
+            self._rates[direction] = sum(size_bytes for size_bytes, _ in large) / in_all_ms
 
     def _count_waits(self, over: _Round, origin: Fence) -> list[float]:
         """By mark, how long compute waited just after it."""
@@ -177,41 +183,56 @@ class Recorder:
     def _passed(self, over: _Round, origin: Fence, stalled_ms: list[float]) -> tuple[list[Passed], float]:
         """The moments without the waits, and how long reads were kept waiting by copies."""
         at_ms = [self._streams.elapsed_ms(origin, mark.fence) for mark in over.marks]
-        lags_ms = [at - mark.host_ms for at, mark in zip(at_ms, over.marks, strict=True)]
-        least_lag_ms = min(lags_ms)
+        lags_ms = self._lags(over, at_ms, origin)
         ends_ms = sorted(self._streams.elapsed_ms(origin, copy.end) for copy in over.copies[Direction.OUT])
         passed: list[Passed] = []
-        taken_out_ms = read_ms = 0.0
+        taken_out_ms = reads_waited_ms = 0.0
         for position, mark in enumerate(over.marks):
             taken_out_ms += stalled_ms[position]
-            after_read = (
-                position > 0
-                and lags_ms[position - 1] - lags_ms[position] > READ_LAG_MS
-                and lags_ms[position] - least_lag_ms < READ_LAG_MS
-            )
-            if after_read:
-                begin_ms, end_ms = at_ms[position - 1] + stalled_ms[position], at_ms[position]
+            read_at_ms = None
+            if position and _host_waited(over.marks[position - 1], mark, lags_ms[position - 1]):
+                begin_ms, end_ms = at_ms[position - 1] + stalled_ms[position], at_ms[position] - lags_ms[position]
                 waited_ms = self._waited_at_read(mark.moment, begin_ms, end_ms, ends_ms)
                 taken_out_ms += waited_ms
-                read_ms += waited_ms
+                reads_waited_ms += waited_ms
+                read_at_ms = end_ms - taken_out_ms
             memory_bytes = mark.memory_bytes + mark.away_bytes
             own_ms = at_ms[position] - taken_out_ms
-            passed.append(Passed(mark.moment, own_ms, mark.size_bytes, memory_bytes, after_read))
-        return passed, read_ms
+            passed.append(Passed(mark.moment, own_ms, mark.size_bytes, memory_bytes, read_at_ms))
+        return passed, reads_waited_ms
+
+    def _lags(self, over: _Round, at_ms: list[float], origin: Fence) -> list[float]:
+        """By mark, how far the device was behind the host.
+
+        The clocks have nothing in common but that the device never was ahead; at some mark of the last rounds it was
+        not behind either.
+        """
+        if self._origin is not None:
+            self._origin_ms += self._streams.elapsed_ms(self._origin, origin)
+        self._origin = origin
+        lags_ms = [self._origin_ms + at - mark.host_ms for at, mark in zip(at_ms, over.marks, strict=True)]
+        self._least_lags_ms.append(min(lags_ms))
+        least_ms = min(self._least_lags_ms)
+        return [lag - least_ms for lag in lags_ms]
 
     def _waited_at_read(self, moment: Moment, begin_ms: float, end_ms: float, ends_ms: list[float]) -> float:
-        """How much of the time before a moment after a read passed in waiting for copies.
+        """How much of the time before a read returned passed in waiting for copies.
 
         A read returns when all copies out that were queued before it are over. If the last of them ended just before
         it returned, the read may have been kept waiting, and how long cannot be seen: half of the time, unless a round
         in which it was not has shown how long this takes.
         """
-        took_ms = end_ms - begin_ms
-        was_last = any(0.0 <= end_ms - copy_end_ms < READ_LAG_MS for copy_end_ms in ends_ms if copy_end_ms > begin_ms)
+        took_ms = max(0.0, end_ms - begin_ms)
+        was_last = any(begin_ms < copy_end_ms <= end_ms < copy_end_ms + READ_LAG_MS for copy_end_ms in ends_ms)
         if not was_last:
             self._least_ms[moment] = took_ms
             return 0.0
         return max(0.0, took_ms - self._least_ms.get(moment, took_ms / 2))
+
+
+def _host_waited(before: _Mark, mark: _Mark, lag_ms: float) -> bool:
+    """Whether the host, ahead of the device by ``lag_ms`` at the mark before, let it catch up until this one."""
+    return lag_ms > READ_LAG_MS and mark.host_ms - before.host_ms >= lag_ms
 
 
 def _last_fences(over: _Round) -> list[Fence]:

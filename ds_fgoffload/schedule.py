@@ -19,34 +19,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from enum import Enum
-from typing import NamedTuple, Protocol
 
 from ds_fgoffload.order import NeedOrder
-from ds_fgoffload.plan import Kind, Moment, Place, Plan, Points, Site
-
-
-class Verb(Enum):
-    OFFLOAD = "offload"
-    RELEASE = "release"
-    RELOAD = "reload"
-
-
-class Act(NamedTuple):
-    verb: Verb
-    key: int
-
-
-class Witness(Protocol):
-    """Is told what the schedule passes."""
-
-    def round_began(self, points: Points | None) -> None:
-        """A new round, which goes by ``points``; the moments of the last are complete."""
-
-    def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
-        """A moment of the round. ``size_bytes``: of what is saved there; ``away_bytes``: on the host alone, now."""
-
-    def held(self, place: Place) -> None:
-        """Something else kept on the device what was saved at ``place``: its copy freed nothing."""
+from ds_fgoffload.plan import Act, Kind, Moment, Place, Plan, Points, Site, Verb, Witness
 
 
 class _Where(Enum):
@@ -92,8 +67,8 @@ class Schedule:
         self._round_points: Points | None = None
         self._position = -1  # of the last moment that was in the recorded round, too
 
-    def go_by(self, points: Points) -> None:
-        """From the next round on."""
+    def go_by(self, points: Points | None) -> None:
+        """From the next round on. None: by windows."""
         self._round_points = points
 
     def micro_batch_began(self, micro_batch: int) -> bool:

@@ -47,22 +47,20 @@ class Tuner:
         self.forecast: Forecast | None = None
         """What the present plan is expected to do; None: there is none yet."""
 
-    def new_points(self) -> Points | None:
-        """At the beginning of a round: what it and the next are to go by, if that is to change."""
+    def points(self) -> Points | None:
+        """At the beginning of a round: what the next is to go by."""
         self.look()
         recorded, self._last = self._last, None
-        if recorded is None or self._wish is None:
-            return None
-        self._rounds += 1
-        if self._fits(recorded):
-            self._settle(recorded)
-            return None
-        if self._rounds < self._not_before or not recorded.recording.d2h_bytes_per_ms:
-            return None
-        if not (self._wish.everything or recorded.with_memory):
-            self._recorder.measure_memory = True
-            return None
-        return self._plan(recorded, self._wish)
+        if recorded is not None and self._wish is not None:
+            self._rounds += 1
+            if self._fits(recorded):
+                self._settle(recorded)
+            elif self._rounds >= self._not_before and recorded.recording.d2h_bytes_per_ms:
+                if self._wish.everything or recorded.with_memory:
+                    self._plan(recorded, self._wish)
+                else:
+                    self._recorder.measure_memory = True
+        return None if self.forecast is None else self.forecast.points
 
     def look(self) -> None:
         """Reads what the device has passed since."""
@@ -85,7 +83,7 @@ class Tuner:
         change = abs(recording.length_ms - self._length_ms) / self._length_ms
         return change <= FITS * (1 if self._rounds < EARLY_ROUNDS else 3)
 
-    def _plan(self, recorded: Recorded, wish: Wish) -> Points:
+    def _plan(self, recorded: Recorded, wish: Wish) -> None:
         if not wish.everything:
             room_bytes = int(ROOM * self._recorder.total_bytes()) - recorded.peak_between_bytes
             wish = replace(wish, room_bytes=room_bytes)
@@ -95,7 +93,6 @@ class Tuner:
         if self._rounds > EARLY_ROUNDS:
             self._not_before = self._rounds + 2 ** min(self._plans, 10)
         logger.debug(f"fine_grained_offload: planned from round {self._rounds}: {self._told()}")
-        return self.forecast.points
 
     def _settle(self, recorded: Recorded) -> None:
         if self._rounds > EARLY_ROUNDS:

@@ -344,7 +344,7 @@ def _attach(
         transfer,
         pool,
         raise_when_full=False,
-        wish=dice.choice([None, Wish(everything=True), Wish(), Wish(0.5), Wish(target_saved_bytes=4000)]),
+        wish=dice.choice([None, Wish(everything=True), Wish(), Wish(max_overhead=0.5), Wish(target_saved_bytes=4000)]),
     )
     ModuleHooks(model, {name: named[name] for name in names if name in units or name in excluded}, offloader)
     return offloader

@@ -19,7 +19,7 @@ LAYERS = {
     3: "scope",
     2: "saved parcel",
     1: "selection eligibility transfer pool recorder tuner",
-    0: "schedule order plan planner config layout stats streams errors arena host_limit",
+    0: "schedule order plan planner simulation config layout stats streams errors arena host_limit",
 }
 BESIDE = {
     "run": {"api"},
@@ -28,7 +28,8 @@ BESIDE = {
     "saved": {"parcel"},
     "transfer": {"pool", "recorder"},
     "tuner": {"recorder"},
-    "planner": {"plan"},
+    "planner": {"plan", "simulation"},
+    "simulation": {"plan"},
     "schedule": {"order", "plan"},
     "order": {"plan"},
     "config": {"errors"},

@@ -10,8 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ds_fgoffload.order import LONGEST_ROUND, NeedOrder
-from ds_fgoffload.plan import Plan, Site
-from ds_fgoffload.schedule import Schedule, Verb
+from ds_fgoffload.plan import Plan, Site, Verb
+from ds_fgoffload.schedule import Schedule
 
 
 class Story:

@@ -6,8 +6,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ds_fgoffload.order import LONGEST_ROUND
-from ds_fgoffload.plan import Plan, Site
-from ds_fgoffload.schedule import Schedule, Verb, _Where
+from ds_fgoffload.plan import Plan, Site, Verb
+from ds_fgoffload.schedule import Schedule, _Where
 
 
 def make(release=None, prefetch=None, *, synchronous=False):
