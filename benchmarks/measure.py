@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import hashlib
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +23,13 @@ from typing import Any
 import deepspeed
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fgoffload import Attachment
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
+ON_GPU = torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
@@ -36,23 +42,95 @@ class Steps:
     loss: float
 
 
-def run_steps(step: Callable[[], torch.Tensor], *, warmup: int, repeats: int) -> Steps:
-    """Times ``step`` on the device; the allocator's cache is emptied once after the warm-up and the peaks reset."""
+def run_steps(step: Callable[[], torch.Tensor], *, warmup: int, repeats: int, until_s: float = math.inf) -> Steps:
+    """Times ``step`` on the device; the allocator's cache is emptied once after the warm-up and the peaks reset.
+
+    Ends before ``repeats`` steps once ``time.monotonic()`` is past ``until_s``. Without a GPU times are the host's and
+    memory is not known.
+    """
     for _ in range(warmup):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    settle()
     step()
-    torch.cuda.reset_peak_memory_stats()
-    times, loss = [], torch.zeros(())
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    return time_steps(step, repeats, until_s)
+
+
+def time_steps(step: Callable[[], torch.Tensor], repeats: int, until_s: float = math.inf) -> Steps:
+    """Times steps, without any before them, and the peaks of memory during them."""
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    loss = torch.zeros(())
+    while len(times) < repeats and not (times and time.monotonic() > until_s):
+        milliseconds, loss = timed(step)
+        times.append(milliseconds)
+    return Steps(times, *peaks(), float(loss))
+
+
+def settle() -> None:
+    """Waits for the device and gives back what the allocator keeps."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def timed(step: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """Milliseconds of one step on the device, and its loss."""
+    if not ON_GPU:
+        start_s = time.perf_counter()
         loss = step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return Steps(times, torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated(), float(loss))
+        return (time.perf_counter() - start_s) * 1e3, loss
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    loss = step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end), loss
+
+
+def peaks() -> tuple[int, int]:
+    """Most bytes reserved and allocated on the device since the peaks were reset."""
+    return (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if ON_GPU else (0, 0)
+
+
+def pinned_bytes() -> int:
+    """Host memory that torch's own allocator has page-locked."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if ON_GPU else 0
+
+
+class BytesToHost(TorchDispatchMode):
+    """Adds up what is copied from the device to the host while it is entered, whoever copies it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket
+        source = args[1] if name is torch.ops.aten.copy_ else args[0] if name is torch.ops.aten._to_copy else None
+        if source is not None and source.device.type != "cpu" and result.device.type == "cpu":
+            self.total += source.numel() * source.element_size()
+        return result
+
+
+def gradient_sums(model: torch.nn.Module) -> str:
+    """A digest of the bits of all gradients: equal bits, equal digest."""
+    sums = [p.grad.view(torch.int16).sum(dtype=torch.int64) for p in model.parameters() if p.grad is not None]
+    return hashlib.sha256(str(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels whose results have the same bits each time; slower, and not for what is timed."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def summary(rounds: Sequence[Steps]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.hooks import ModuleHooks, recomputer_of
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Action, Plan
+from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
@@ -56,21 +57,23 @@ class Attachment:
         pool.configure(HostPoolSettings(config.host_pool.max_bytes, config.host_pool.pin_memory))
         self._adapter = adapter
         self._target = weakref.ref(target)
+        plan = Plan(
+            units=dict.fromkeys(chosen.recomputed, Action.RECOMPUTE),
+            release_window_bytes=config.release_window_bytes,
+            prefetch_window_bytes=config.prefetch_window_bytes,
+        )
         self._offloader = Offloader(
             {**chosen.units, **chosen.recomputed},
             chosen.excluded,
             Eligibility(adapter.root, config.min_tensor_bytes, device),
-            Plan(
-                units=dict.fromkeys(chosen.recomputed, Action.RECOMPUTE),
-                release_window_bytes=config.release_window_bytes,
-                prefetch_window_bytes=config.prefetch_window_bytes,
-            ),
+            plan,
             transfer_on(device),
             pool,
             raise_when_full=config.host_pool.on_full == "error",
+            wish=_wish(config),
         )
         self._recomputer = recomputer_of(
-            chosen.recomputed, chosen.units, self._offloader.unit_stats, device, adapter.whole
+            chosen.recomputed, chosen.units, self._offloader.unit_stats, plan, device, adapter.whole
         )
         self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader, self._recomputer)
         self._unseen_checkpoints = UnseenCheckpoints(adapter.root, self._hooks, self._offloader.unit_stats)
@@ -212,6 +215,16 @@ def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Sel
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude, config.recompute)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
     return chosen
+
+
+def _wish(config: FineGrainedOffloadConfig) -> Wish | None:
+    if config.release_window_bytes is not None or config.prefetch_window_bytes is not None:
+        return None
+    return Wish(
+        everything=config.policy == "all",
+        max_overhead=config.max_overhead,
+        target_saved_bytes=config.target_saved_bytes,
+    )
 
 
 def _detach_if_there(attachment: Attachment | None) -> None:

@@ -114,9 +114,9 @@ class FineGrainedOffloadConfig(_Section):
 
     recompute: list[Pattern] = Field(default=[])
     """Patterns, written as under ``modules``, for modules that are computed again in backward: neither what they save
-    nor their output is kept, their input is (or is offloaded, if they lie in one of ``modules``). For what is cheap, such
-    as norms and activation functions. A module that cannot be computed again keeps what it saves, and a warning says
-    why. ``exclude`` wins over this too."""
+    nor their output is kept, their input is (or is offloaded, if they lie in one of ``modules``). For what is cheap,
+    such as norms and activation functions. A module that cannot be computed again keeps what it saves, and a warning
+    says why. ``exclude`` wins over this too."""
 
     policy: Literal["auto", "all"] = "auto"
     """``"all"``: every eligible storage of the modules is offloaded. ``"auto"``: the package chooses; in this version

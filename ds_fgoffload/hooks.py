@@ -1,16 +1,15 @@
 """Where a saved tensor enters and leaves: module hooks open a scope around a unit's call, autograd's hooks do the rest.
 
-The only importer of ``torch.autograd.graph``. Around a unit under ``recompute`` it stands in the innermost place, next to
-the module's own ``forward``; around the root's forward it looks for saves of what such units have given.
+The only importer of ``torch.autograd.graph``. Around a unit under ``recompute`` it stands in the innermost place, next
+to the module's own ``forward``; around the root's forward it looks for saves of what such units have given.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.utils import logger
@@ -27,28 +26,16 @@ from ds_fgoffload.compiled import (
     uncompiled,
 )
 from ds_fgoffload.offloader import Offloader
-from ds_fgoffload.recompute import OpenedCall, RecomputedUnit, Recomputer, Surroundings
+from ds_fgoffload.open_calls import OpenCall, OpenCalls
+from ds_fgoffload.plan import Plan
+from ds_fgoffload.recompute import Recomputer
 from ds_fgoffload.recompute_cost import RecomputeCost
+from ds_fgoffload.recomputed_unit import RecomputedUnit, Surroundings
 from ds_fgoffload.remade import Remade
 from ds_fgoffload.saved import KeptTensor
 from ds_fgoffload.scope import Scope
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.transfer import streams_on
-
-
-class _OpenCall(NamedTuple):
-    owner: object
-    """The module, for a unit under ``recompute`` the :class:`RecomputedUnit`, for the root's forward its ModuleHooks."""
-    scope: Scope | None
-    hooks: saved_tensors_hooks | None
-    recomputed: OpenedCall | None = None
-
-
-class _OpenCalls(threading.local):
-    """Calls of hooked modules that have not returned, outermost first; each thread runs its own."""
-
-    def __init__(self) -> None:
-        self.stack: list[_OpenCall] = []
 
 
 class ModuleHooks:
@@ -82,7 +69,7 @@ class ModuleHooks:
         self._told_recomputed = False
         self._root = root
         self._root_has_returned = False
-        self._open_calls = _OpenCalls()
+        self._open_calls = OpenCalls(offloader)
         self._root_handles: tuple[RemovableHandle, ...] = (
             root.register_forward_pre_hook(ModuleHook(self._begin_micro_batch), prepend=True),
             root.register_forward_hook(ModuleHook(self._end_micro_batch)),
@@ -108,14 +95,12 @@ class ModuleHooks:
             _remove(handles)
         self._handles.clear()
         self._recompute_handles.clear()
-        self._close_all()
+        self._open_calls.close_all()
 
     def open_unit(self) -> str | None:
         """The innermost unit that is being called and offloads what is saved now."""
-        for call in reversed(self._open_calls.stack):
-            if call.scope is not None:
-                return None if call.scope.excluded else call.scope.unit
-        return None
+        scope = self._open_calls.scope()
+        return None if scope is None or scope.excluded else scope.unit
 
     def _unhook_compiled(self) -> None:
         """Says which modules are compiled away, and unhooks them: compiled code would be compiled anew for each.
@@ -132,15 +117,16 @@ class ModuleHooks:
                     self._units[name].compiled = True
             logger.warning(
                 f"fine_grained_offload: {', '.join(lost)}: torch.compile has compiled what they lie in, and "
-                "compiled code calls no hooks of the modules in it: such units are neither offloaded nor recomputed, "
-                "and such excluded modules not kept; select the compiled module itself, or compile modules inside the units"
+                "compiled code calls no hooks of the modules in it: such units are neither offloaded nor "
+                "recomputed, and such excluded modules not kept; select the compiled module itself, or compile "
+                "modules inside the units"
             )
         self._compilable = {module for above in self._above.values() for module in above}
 
     def _begin_micro_batch(self, _root: nn.Module, *_: Any) -> None:
         # Calls are still open here only if the last forward was left by something that module hooks do not see,
         # such as KeyboardInterrupt.
-        self._close_all()
+        self._open_calls.close_all()
         self._root_has_returned = False
         if any(module._compiled_call_impl is not None for module in self._compilable):
             self._unhook_compiled()
@@ -173,12 +159,12 @@ class ModuleHooks:
                 pack, unpack = self._pack_and_unpack()
                 hooks = saved_tensors_hooks(partial(pack, self._offloader, scope), unpack)
             hooks.__enter__()
-        self._open_calls.stack.append(_OpenCall(module, scope, hooks))
+        self._open_calls.append(OpenCall(module, scope, hooks))
 
     def _leave(self, module: nn.Module, _arguments: object, output: object) -> None:
         if self._root_has_returned and module is not self._root:  # a loss, whose backward begins in it
             self._watch(output)
-        self._close_call_of(module)
+        self._open_calls.close(module)
 
     def _pack_and_unpack(self) -> tuple[Callable[..., object], Callable[[Any], torch.Tensor]]:
         # Where nothing is ever compiled, the third part of the host's time per saved tensor is spared.
@@ -203,10 +189,11 @@ class ModuleHooks:
         pack, unpack = self._pack_and_unpack()
         hooks = saved_tensors_hooks(partial(pack, self._offloader, None), unpack)
         hooks.__enter__()
-        self._open_calls.stack.append(_OpenCall(self, None, hooks))
+        self._open_calls.append(OpenCall(self, None, hooks))
 
     def _leave_root(self, *_: Any) -> None:
-        self._close_call_of(self)
+        if self._open_calls.close(self) is not None and self._recomputer is not None:
+            self._recomputer.forward_ended()
 
     def _enter_recomputed(
         self, unit: RecomputedUnit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -215,14 +202,13 @@ class ModuleHooks:
         if self._is_to_recompute():
             assert self._recomputer is not None
             pack, unpack = self._pack_and_unpack()
-            scopes = (call.scope for call in reversed(self._open_calls.stack) if call.scope is not None)
             opened = self._recomputer.open(
-                unit, args, kwargs, partial(pack, self._offloader, next(scopes, None)), unpack
+                unit, args, kwargs, partial(pack, self._offloader, self._open_calls.scope()), unpack
             )
             if opened is not None:
                 hooks = saved_tensors_hooks(uncompiled(opened.call.pack), unpack)
                 hooks.__enter__()
-        self._open_calls.stack.append(_OpenCall(unit, None, hooks, opened))
+        self._open_calls.append(OpenCall(unit, None, hooks, opened))
 
     def _is_to_recompute(self) -> bool:
         """Not inside another such unit, nor where somebody else, such as a checkpoint, takes what is saved."""
@@ -230,30 +216,14 @@ class ModuleHooks:
         if not torch.is_grad_enabled() or _in_backward() or not _hooks_allowed() or self._recomputer.is_running:
             return False
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
-        inside = any(call.recomputed is not None for call in self._open_calls.stack)
-        return not inside and (top is None or top[1] in self._ours)
+        return not self._open_calls.is_recomputed() and (top is None or top[1] in self._ours)
 
     def _leave_recomputed(
         self, unit: RecomputedUnit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
-        call = self._close_call_of(unit)
+        call = self._open_calls.close(unit)
         if call is not None and call.recomputed is not None and self._recomputer is not None:
-            if output is None:  # the forward has raised
-                call.recomputed.call.keep()
-            else:
-                self._recomputer.close(call.recomputed, args, kwargs, output)
-
-    def _close_call_of(self, owner: object) -> _OpenCall | None:
-        """Closes it, and calls in it that were left open. None: it was never entered, because someone's hook raised."""
-        stack = self._open_calls.stack
-        while any(call.owner is owner for call in stack):
-            call = stack.pop()
-            self._close(call)
-            if call.owner is owner:
-                return call
-            if call.recomputed is not None:
-                call.recomputed.call.keep()
-        return None
+            self._recomputer.close(call.recomputed, args, kwargs, output)
 
     def _note_recompute(self, name: str) -> None:
         unit = self._units.get(name)
@@ -271,23 +241,12 @@ class ModuleHooks:
                 "be offloaded instead of computed again, and a unit around the checkpoint offloads its inputs"
             )
 
-    def _close_all(self) -> None:
-        while self._open_calls.stack:
-            self._close(self._open_calls.stack.pop())
-
-    def _close(self, call: _OpenCall) -> None:
-        if call.hooks is not None:
-            call.hooks.__exit__()
-        if call.owner is self and self._recomputer is not None:
-            self._recomputer.forward_ended()
-        if call.scope is not None:
-            self._offloader.close_scope(call.scope)
-
 
 def recomputer_of(
     modules: Mapping[str, nn.Module],
     counted: Collection[str],
     stats: Mapping[str, UnitStats],
+    plan: Plan,
     device: torch.device,
     whole: Callable[[nn.Module], AbstractContextManager[Any]],
 ) -> Recomputer | None:
@@ -296,7 +255,7 @@ def recomputer_of(
         return None
     streams = streams_on(device)
     surroundings = Surroundings(streams, saved_tensors_hooks, whole, RecomputeCost(stats, streams))
-    return Recomputer(modules, stats, counted, device, surroundings)
+    return Recomputer(modules, stats, counted, plan, device, surroundings)
 
 
 def _pack(offloader: Offloader, scope: Scope, tensor: torch.Tensor) -> object:

@@ -21,13 +21,15 @@ from ds_fgoffload.eligibility import PARAMETER, Eligibility
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
-from ds_fgoffload.plan import Action, Plan, Site
+from ds_fgoffload.plan import Act, Action, Plan, Site, Verb
+from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPool
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
-from ds_fgoffload.schedule import Act, Schedule, Verb
+from ds_fgoffload.schedule import Schedule
 from ds_fgoffload.scope import Scope
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
 from ds_fgoffload.transfer import Transfer
+from ds_fgoffload.tuner import Tuner
 
 EXCLUDED = "excluded"
 HOST_FULL = "host_full"
@@ -47,6 +49,7 @@ class Offloader:
         excluded: modules inside units whose tensors stay on the device, by name.
         eligibility: decides per tensor.
         plan: decides per site.
+        wish: what plans made from recorded rounds are to reach; None: none is made, the windows hold.
         transfer, pool: where the bytes go.
         raise_when_full: raise when the host pool is full, instead of keeping the tensor on the device.
     """
@@ -61,13 +64,16 @@ class Offloader:
         pool: HostPool,
         *,
         raise_when_full: bool,
+        wish: Wish | None = None,
     ) -> None:
         self._eligibility = eligibility
         self._plan = plan
         self._transfer = transfer
         self._pool = pool
         self._raise_when_full = raise_when_full
-        self._schedule = Schedule(plan, synchronous=transfer.synchronous)
+        recorder = transfer.recorder
+        self._schedule = Schedule(plan, synchronous=transfer.synchronous, witness=recorder)
+        self._tuner = None if recorder is None else Tuner(wish, recorder)
         self._lock = threading.RLock()
         self._unit_stats = {name: UnitStats() for name in units}
         self._excluded_stats = {name: UnitStats() for name in excluded}
@@ -90,7 +96,8 @@ class Offloader:
             self._calls.clear()
             self._eligibility.refresh()
             self._transfer.compute()
-            self._schedule.micro_batch_began(self._micro_batch)
+            if self._schedule.micro_batch_began(self._micro_batch) and self._tuner is not None:
+                self._schedule.go_by(self._tuner.points())
 
     def watch_backward(self, output: object) -> None:
         """The forward of a micro-batch has returned ``output``: its backward begins at one of the tensors in it."""
@@ -108,7 +115,8 @@ class Offloader:
             call = self._calls.get(unit, 0)
             self._calls[unit] = call + 1
             self._bury()
-            self._carry_out(self._schedule.scope_opened(self._scope_bytes.get(unit, 0)))
+            expected_bytes = self._scope_bytes.get(unit, 0)
+            self._carry_out(self._schedule.scope_opened(self._micro_batch, unit, call, expected_bytes))
             return Scope(unit, module, stats, self._micro_batch, call, excluded=excluded)
 
     def close_scope(self, scope: Scope) -> None:
@@ -116,7 +124,7 @@ class Offloader:
         with self._lock:
             self._send_waiting(scope)
             self._scope_bytes[scope.unit] = scope.saved_bytes
-            self._schedule.scope_closed(scope.saved_bytes)
+            self._carry_out(self._schedule.scope_closed(scope.micro_batch, scope.unit, scope.call, scope.saved_bytes))
 
     def pack(self, scope: Scope, tensor: torch.Tensor) -> SavedView | KeptTensor:
         """Autograd saves ``tensor`` in ``scope``; what is returned is what autograd holds."""
@@ -166,6 +174,8 @@ class Offloader:
         """A snapshot of the counts."""
         with self._lock:
             self._bury()
+            if self._tuner is not None:
+                self._tuner.look()
             return total(self._unit_stats, self._live_host_bytes)
 
     def _backward_began(self, micro_batch: int, _gradients: tuple[torch.Tensor, ...]) -> None:
@@ -216,10 +226,12 @@ class Offloader:
         )
         self._parcels[parcel.key] = weakref.ref(parcel)
         self._carry_out(self._schedule.saved(parcel.key, site, parcel.size_bytes, scope.micro_batch))
-        if parcel.state is State.RESIDENT:  # no room on the host
+        if parcel.state is State.RESIDENT:  # not worth it, or no room on the host
             scope.stats.kept_bytes += parcel.saved_bytes
-            return
-        scope.stats.offloaded_bytes += parcel.saved_bytes
+            if len(storages) > 1:
+                return
+        else:
+            scope.stats.offloaded_bytes += parcel.saved_bytes
         for storage, offset in zip(storages, parcel.offsets, strict=True):
             storage.send_with(parcel, offset)
 
@@ -255,7 +267,7 @@ class Offloader:
             parcel.stats.reloaded_bytes += parcel.saved_bytes
         elif not parcel.accounted:
             parcel.stats.held_bytes += parcel.saved_bytes
-            self._schedule.stays(parcel.key)
+            self._schedule.stays(parcel.key, held=True)
         parcel.accounted = True
         return moved
 

@@ -7,19 +7,10 @@ anew (ordinals), so that (ordinal, site) names the same place in every round. No
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from ds_fgoffload.plan import Site
+from ds_fgoffload.plan import Place, Site
 
 LONGEST_ROUND = 1024
 """A micro-batch that has not begun backward after so many others is not waited for: someone keeps its graph."""
-
-
-class Place(NamedTuple):
-    """Where in a round something is saved."""
-
-    ordinal: int
-    site: Site
 
 
 class NeedOrder:
@@ -37,10 +28,11 @@ class NeedOrder:
         self._on_host: dict[Place, int] = {}  # -> key
         self._stacks: dict[int, list[Place]] = {}  # micro-batch -> places, last saved last; stale ones are passed over
 
-    def micro_batch_began(self, micro_batch: int) -> None:
-        """A forward begins; a new round, if every earlier one is in backward or gone."""
+    def micro_batch_began(self, micro_batch: int) -> bool:
+        """A forward begins. True if a new round does: every earlier one is in backward or gone."""
         overdue = micro_batch - LONGEST_ROUND
-        if all(earlier in self._in_backward or earlier <= overdue for earlier in self._alive):
+        new_round = all(earlier in self._in_backward or earlier <= overdue for earlier in self._alive)
+        if new_round:
             if self._recorded:
                 self._learned, self._recorded = self._recorded, []
                 self._positions = {place: position for position, place in enumerate(self._learned)}
@@ -50,6 +42,11 @@ class NeedOrder:
         else:
             self._newest += 1
         self._ordinals[micro_batch] = self._newest
+        return new_round
+
+    def ordinal(self, micro_batch: int) -> int | None:
+        """Its number in the round; None for what is left over from an earlier one."""
+        return self._ordinals.get(micro_batch)
 
     def saved(self, micro_batch: int, site: Site) -> Place:
         """Something was saved; returns its place."""

@@ -119,14 +119,14 @@ class Parcel:
                 drop_memory(alias)
             self._content = ()
         assert self._memory is not None
-        self._copied_out = self._transfer.offload(storage_bytes(self._memory), lease, self._compute)
+        self._copied_out = self._transfer.offload(storage_bytes(self._memory), lease, self._compute, self.stats)
         self.state = State.COPYING_OUT
 
     def release(self) -> None:
         """Drops this reference to the device memory, after the copy in the order of the device."""
         if self.state is not State.COPYING_OUT:
             return
-        self._transfer.before_release(self._copied_out)
+        self._transfer.before_release(self._copied_out, self.stats)
         self._memory = None
         if self._alias is not None:
             drop_memory(self._alias)
@@ -137,7 +137,7 @@ class Parcel:
         if self.state is not State.ON_HOST or self._find_original():
             return False
         assert self._lease is not None
-        self._memory, self._copied_in = self._transfer.reload(self._lease, self._compute)
+        self._memory, self._copied_in = self._transfer.reload(self._lease, self._compute, self.stats)
         self.state = State.RELOADED
         return True
 
@@ -148,7 +148,7 @@ class Parcel:
         if self.state is State.RELOADED:
             compute = self._transfer.compute()
             if compute not in self._ready_on:
-                self._transfer.before_use(self._copied_in, compute)
+                self._transfer.before_use(self._copied_in, compute, self.stats)
                 self._ready_on = (*self._ready_on, compute)
         assert self._memory is not None
         return self._memory
@@ -172,7 +172,7 @@ class Parcel:
             if self.state is State.COPYING_OUT:
                 # What the copy would read after that is nobody's, but the pages may be unmapped under it, which faults
                 # (expandable segments: their allocator waits for its own stream only).
-                self._transfer.before_release(self._copied_out)
+                self._transfer.before_end(self._copied_out, self.stats)
             elif self.state is State.RELOADED and self._compute not in self._ready_on:
                 self._transfer.before_drop(self._copied_in, self._compute)
             self._lease.give_back(self._copied_out, self._copied_in)

@@ -1,11 +1,11 @@
-"""What is to happen to each site, and how many bytes may lie on the device meanwhile."""
+"""What is to happen to each site, and when: the words in which planner, schedule and recorder speak to each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Site(NamedTuple):
@@ -14,6 +14,41 @@ class Site(NamedTuple):
     unit: str
     call: int
     save: int
+
+
+class Place(NamedTuple):
+    """Where in a round something is saved: the micro-batch's number in the round, and the site."""
+
+    ordinal: int
+    site: Site
+
+
+class Kind(Enum):
+    """What can happen in a round that the schedule sees."""
+
+    OPENED = "a unit is called"
+    CLOSED = "the call has ended"
+    SAVED = "something is saved"
+    BACKWARD = "a micro-batch begins backward"
+    NEEDED = "backward needs something for the first time"
+
+
+class Moment(NamedTuple):
+    """Something that happens once in a round. Of a call, the place has no save (-1); of a backward, no unit either."""
+
+    kind: Kind
+    place: Place
+
+
+class Verb(Enum):
+    OFFLOAD = "offload"
+    RELEASE = "release"
+    RELOAD = "reload"
+
+
+class Act(NamedTuple):
+    verb: Verb
+    key: int
 
 
 class Action(Enum):
@@ -44,3 +79,32 @@ class Plan:
     def recomputes(self, unit: str) -> bool:
         """Whether the calls of ``unit`` are made again in backward."""
         return self.units.get(unit) is Action.RECOMPUTE
+
+
+@dataclass(frozen=True)
+class Points:
+    """When each place leaves the device and when it comes back, in a round that goes as a recorded one did."""
+
+    positions: Mapping[Moment, int]
+    """The moments of the recorded round, in their order on the device."""
+    release: Mapping[Place, int]
+    """Position from which the copy to the host is known to be over."""
+    reload: Mapping[Place, int]
+    """Last position at which the copy back can begin and be over in time."""
+    kept: frozenset[Place] = frozenset()
+    """Places that are not worth a copy."""
+    within_window: bool = False
+    """Whether the release window holds as well: memory before time, even if compute has to wait."""
+
+
+class Witness(Protocol):
+    """Is told what the schedule passes."""
+
+    def round_began(self, points: Points | None) -> None:
+        """A new round, which goes by ``points``; the moments of the last are complete."""
+
+    def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
+        """A moment of the round. ``size_bytes``: of what is saved there; ``away_bytes``: on the host alone, now."""
+
+    def held(self, place: Place) -> None:
+        """Something else kept on the device what was saved at ``place``: its copy freed nothing."""

@@ -59,6 +59,12 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def storage_identity(tensor: torch.Tensor) -> int:
+    """The same for tensors over one storage, as long as it lives."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor whose dtype, size, stride and bytes are all there is to it."""
     return (

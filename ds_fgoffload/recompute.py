@@ -7,148 +7,21 @@ keeps what it saves. Nothing is dropped before the call has ended and was found 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from operator import is_not
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
 from torch import nn
-from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.compiled import is_compiled
 from ds_fgoffload.conditions import Conditions
-from ds_fgoffload.purity import (
-    Traces,
-    is_plain,
-    objection_to,
-    same_bits,
-    state_of,
-    state_tensors,
-    version_of,
-)
-from ds_fgoffload.recompute_cost import RecomputeCost
-from ds_fgoffload.remade import Argument, Made, Output, RecomputedCall, Remade, cut_off, flatten, unflatten
-from ds_fgoffload.saved import KeptTensor
+from ds_fgoffload.plan import Plan
+from ds_fgoffload.purity import Traces, is_plain, objection_to, state_tensors, storage_identity, version_of
+from ds_fgoffload.recomputed_unit import RecomputedUnit, Surroundings
+from ds_fgoffload.remade import Argument, Output, RecomputedCall, Remade, flatten
 from ds_fgoffload.stats import UnitStats, shown
-from ds_fgoffload.streams import Streams
-
-SavedTensorHooks = Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], AbstractContextManager[Any]]
-"""``torch.autograd.graph.saved_tensors_hooks``, which the hooks alone import."""
-
-
-class Surroundings:
-    """What a unit needs of the attachment to run again.
-
-    Args:
-        streams: of the device.
-        saved_tensors_hooks: autograd's.
-        whole: ``whole(module)`` is a context in which the module's parameters are all there (ZeRO-3).
-        cost: counts the time.
-    """
-
-    def __init__(
-        self,
-        streams: Streams,
-        saved_tensors_hooks: SavedTensorHooks,
-        whole: Callable[[nn.Module], AbstractContextManager[Any]],
-        cost: RecomputeCost,
-    ) -> None:
-        self.streams = streams
-        self.saved_tensors_hooks = saved_tensors_hooks
-        self.whole = whole
-        self.cost = cost
-        self.lock = threading.RLock()
-        self.running = threading.local()
-
-
-class RecomputedUnit:
-    """A module under ``recompute``."""
-
-    def __init__(self, name: str, module: nn.Module, stats: UnitStats, surroundings: Surroundings) -> None:
-        self.name = name
-        self.module = module
-        self.stats = stats
-        self.modules = tuple(module.modules())
-        self.streams = surroundings.streams
-        self.lock = surroundings.lock
-        self.outside: frozenset[int] = frozenset()
-        """Saves that are tensors from elsewhere, found when the unit was tried."""
-        self._surroundings = surroundings
-        self._tried: set[tuple[bool, ...]] = set()
-
-    def is_tried(self, call: RecomputedCall) -> bool:
-        """A module may do something else in training than in evaluation, so each combination of flags is tried."""
-        return call.conditions.training in self._tried
-
-    def state(self) -> object:
-        return state_of(self.modules)
-
-    def begin(self) -> Any:
-        return self._surroundings.cost.begin()
-
-    def made_again(self, tensors: Sequence[torch.Tensor], began: Any) -> None:
-        self._surroundings.cost.end(self.name, began)
-        own = {tensor.untyped_storage()._cdata for tensor in state_tensors(self.modules) if is_plain(tensor)}
-        sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-        self.stats.recomputed_bytes += sum(size for identity, size in sizes.items() if identity not in own)
-        self.stats.recomputations += 1
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], conditions: Conditions) -> Made:
-        saved: list[torch.Tensor] = []
-        backward = torch._C._current_graph_task_id()
-
-        def collect(tensor: torch.Tensor) -> KeptTensor:
-            # not what a backward inside the forward saves for itself
-            if not isinstance(tensor, Parameter) and torch._C._current_graph_task_id() == backward:
-                saved.append(tensor.detach())
-            return KeptTensor(tensor)
-
-        around = self._surroundings
-        running = around.running
-        was_running = getattr(running, "now", False)
-        running.now = True
-        try:
-            # Not module(): the hooks of others on the module itself are not part of the unit, and ran in forward.
-            with (
-                conditions.restored(),
-                around.whole(self.module),
-                around.saved_tensors_hooks(collect, KeptTensor.tensor),
-            ):
-                output = self.module.forward(*args, **kwargs)
-        finally:
-            running.now = was_running
-        return [tensor.detach() for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)], saved
-
-    def try_again(self, opened: OpenedCall, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Any]) -> str:
-        """Why the call that has just ended could not be made again, found by doing so; empty if it can."""
-        call = opened.call
-        leaves, structure = flatten(args, kwargs)
-        if len(leaves) != len(opened.leaves) or any(map(is_not, leaves, opened.leaves)):
-            return "another forward pre-hook changes its arguments"
-        detached = [
-            cut_off(leaf, requires_grad=leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
-        before = call.saved()
-        try:
-            again, saved = self.forward(*unflatten(detached, structure), call.conditions)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the call itself has succeeded
-            return f"it fails when it is run again: {type(error).__name__}: {error}"
-        if len(saved) != len(before) or not all(map(same_bits, saved, before)):
-            return "it does not save the same tensors when it is run again with the same arguments"
-        if len(again) != len(made) or not all(map(same_bits, again, made)):
-            return "it does not give the same output when it is run again with the same arguments"
-        identities = [(_identity(one), _identity(other)) for one, other in zip(saved, before, strict=True)]
-        given = {_identity(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self.outside = frozenset(n for n, (one, two) in enumerate(identities) if one == two and one not in given)
-        self._tried.add(call.conditions.training)
-        return ""
 
 
 class OpenedCall:
@@ -163,6 +36,25 @@ class OpenedCall:
         self.versions = _versions(leaves)
         self.traces = None if unit.is_tried(call) else Traces(unit.modules)
 
+    def objection(self, output: Sequence[Any]) -> str | None:
+        """Why the call, which has returned ``output``, cannot be made again; None: nothing is seen that speaks against.
+
+        Args:
+            output: flat.
+        """
+        objection = objection_to(output, "it returns")
+        if objection is None and _versions(self.leaves) != self.versions:
+            objection = "its forward changes an argument in place"
+        if objection is None and self.traces is not None:
+            objection = self.traces.found()
+        if objection is None and self.unit.state() != self.call.state:
+            objection = "its forward changes a parameter or buffer in place"
+        return objection
+
+    def abandon(self) -> None:
+        """The forward has not returned: what was saved stays, until the graph goes."""
+        self.call.keep()
+
 
 class Recomputer:
     """All units under ``recompute`` of one attachment.
@@ -170,6 +62,7 @@ class Recomputer:
     Args:
         modules: the units, by name.
         stats: their counts; ``counted`` are those whose calls somebody else counts.
+        plan: says which of them are recomputed.
         device: the one that is trained on.
         surroundings: what the units need to run again.
     """
@@ -179,11 +72,13 @@ class Recomputer:
         modules: Mapping[str, nn.Module],
         stats: Mapping[str, UnitStats],
         counted: Collection[str],
+        plan: Plan,
         device: torch.device,
         surroundings: Surroundings,
     ) -> None:
         self.units = {name: RecomputedUnit(name, modules[name], stats[name], surroundings) for name in modules}
         self._counted = counted
+        self._plan = plan
         self._device = device
         self._around = surroundings
         self._outputs: dict[int, tuple[Output, RecomputedCall]] = {}
@@ -227,7 +122,7 @@ class Recomputer:
         """
         if unit.name not in self._counted:
             unit.stats.calls += 1
-        if unit.stats.recompute_refused:
+        if unit.stats.recompute_refused or not self._plan.recomputes(unit.name):
             return None
         leaves, structure = flatten(args, kwargs)
         objection = objection_to(leaves, "it is given")
@@ -244,21 +139,18 @@ class Recomputer:
         return OpenedCall(unit, call, leaves)
 
     def close(self, opened: OpenedCall, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """The unit has returned ``output``."""
+        """The unit has returned ``output``, or None, also when it has raised."""
+        if output is None:
+            opened.abandon()
+            return
         unit, call = opened.unit, opened.call
         leaves = [output] if type(output) is torch.Tensor else tree_leaves(output)
         made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        objection = objection_to(leaves, "it returns")
-        if objection is None and _versions(opened.leaves) != opened.versions:
-            objection = "its forward changes an argument in place"
-        if objection is None and opened.traces is not None:
-            objection = opened.traces.found()
-        if objection is None and unit.state() != call.state:
-            objection = "its forward changes a parameter or buffer in place"
         call.conditions.forget_unused_random()
+        objection = opened.objection(leaves)
         if objection is None and opened.traces is not None:
             try:
-                objection = unit.try_again(opened, args, kwargs, made) or None
+                objection = unit.try_again(call, opened.leaves, args, kwargs, made) or None
             except torch.OutOfMemoryError:  # it is tried at its next call
                 call.keep()
                 return
@@ -266,11 +158,11 @@ class Recomputer:
             call.keep()
             self.refuse(unit, objection)
             return
-        given = {_identity(leaf) for leaf in opened.leaves if isinstance(leaf, torch.Tensor)}
-        given.update(_identity(tensor) for tensor in state_tensors(unit.modules) if is_plain(tensor))
+        given = {storage_identity(leaf) for leaf in opened.leaves if isinstance(leaf, torch.Tensor)}
+        given.update(storage_identity(tensor) for tensor in state_tensors(unit.modules) if is_plain(tensor))
         outputs: list[Output] = []
         for number, tensor in enumerate(made):
-            if _identity(tensor) not in given and tensor.untyped_storage().nbytes():
+            if storage_identity(tensor) not in given and tensor.untyped_storage().nbytes():
                 outputs.append(Output(tensor, number))
                 given.add(outputs[-1].identity)
         call.settle(made, outputs, unit.outside)
@@ -282,7 +174,7 @@ class Recomputer:
         if not self._outputs or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
         try:
-            found = self._outputs.get(_identity(tensor))
+            found = self._outputs.get(storage_identity(tensor))
         except NotImplementedError:  # the wrappers of torch.func have no storage
             return None
         if found is None:
@@ -302,11 +194,6 @@ class Recomputer:
         gone = [identity for identity, (output, _) in self._outputs.items() if output.is_gone()]
         for identity in gone:
             del self._outputs[identity]
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 from deepspeed.utils import logger
 
 from ds_fgoffload.stats import UnitStats, shown
-from ds_fgoffload.streams import Streams, elapsed_ms, stamp
+from ds_fgoffload.streams import Fence, Streams
 
 COSTLY_SHARE = 0.05
 """A warning is given if recomputation takes more of the time than this."""
@@ -19,6 +20,9 @@ COUNTED_MICRO_BATCHES = 8
 
 _MICRO_BATCH = None
 
+Moment: TypeAlias = Fence | float
+"""On a device, or of the clock where work is synchronous."""
+
 
 class RecomputeCost:
     """One per attachment. Reads the device's clock when the device has passed; waits for nothing."""
@@ -26,22 +30,24 @@ class RecomputeCost:
     def __init__(self, units: Mapping[str, UnitStats], streams: Streams) -> None:
         self._units = units
         self._streams = streams
-        self._pending: deque[tuple[str | None, Any, Any]] = deque()
-        self._last_micro_batch: Any = None
+        self._pending: deque[tuple[str | None, Moment, Moment]] = deque()
+        self._last_micro_batch: Moment | None = None
         self._micro_batches = 0
         self._period_ms = 0.0
         self._spent_ms: defaultdict[str, float] = defaultdict(float)
         self._told = False
 
-    def begin(self) -> Any:
-        return stamp(self._streams)
+    def now(self) -> Moment:
+        """The present moment of the compute stream."""
+        fence = self._streams.fence(self._streams.compute())
+        return time.perf_counter() if fence is None else fence
 
-    def end(self, unit: str, began: Any) -> None:
+    def end(self, unit: str, began: Moment) -> None:
         """A call of ``unit`` has run again since ``began``."""
-        self._pending.append((unit, began, stamp(self._streams)))
+        self._pending.append((unit, began, self.now()))
 
     def micro_batch_began(self) -> None:
-        now = stamp(self._streams)
+        now = self.now()
         if self._last_micro_batch is not None:
             self._pending.append((_MICRO_BATCH, self._last_micro_batch, now))
         self._last_micro_batch = now
@@ -51,7 +57,7 @@ class RecomputeCost:
         """Counts what the device has come to."""
         while self._pending:
             unit, began, ended = self._pending[0]
-            time_ms = elapsed_ms(began, ended)
+            time_ms = self._elapsed_ms(began, ended)
             if time_ms is None:
                 return
             self._pending.popleft()
@@ -60,6 +66,14 @@ class RecomputeCost:
                 self._spent_ms[unit] += time_ms
             else:
                 self._count_micro_batch(time_ms)
+
+    def _elapsed_ms(self, began: Moment, ended: Moment) -> float | None:
+        """None if the device has not come to the end yet."""
+        if isinstance(began, Fence) and isinstance(ended, Fence):
+            return self._streams.elapsed_ms(began, ended) if self._streams.reached(ended) else None
+        assert isinstance(began, float)
+        assert isinstance(ended, float)
+        return (ended - began) * 1e3
 
     def _count_micro_batch(self, time_ms: float) -> None:
         self._micro_batches += 1

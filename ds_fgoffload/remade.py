@@ -229,8 +229,8 @@ class RecomputedCall:
                     "modified by an inplace operation since its forward; run backward before, or take it out of "
                     "fine_grained_offload.recompute"
                 )
-            began = runner.begin()
             leaves = [leaf.tensor() if isinstance(leaf, Argument) else leaf for leaf in self._leaves]
+            began = runner.begin()
             args, kwargs = unflatten(leaves, self._structure)
             made, saved = runner.forward(args, kwargs, self.conditions)
             self._check(made, saved)

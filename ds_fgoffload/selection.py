@@ -123,7 +123,8 @@ def match(
 
     out = _at_or_below(named, [entry for entry in named if id(entry[1]) in barred])
     out_ids = {id(module) for _, module in out}
-    tops = [entry for entry in named if id(entry[1]) in selected["modules"] - out_ids]
+    left = selected["modules"] - out_ids
+    tops = [entry for entry in named if id(entry[1]) in left]
     units = {first[id(module)]: module for _, module in tops}
     again = selected["recompute"] - out_ids
     recomputed = {first[id(module)]: module for _, module in named if id(module) in again}

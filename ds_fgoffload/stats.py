@@ -15,6 +15,9 @@ _SUMMED = (
     "held_bytes",
     "used_in_place_bytes",
     "late_reloads",
+    "copying_out_ms",
+    "copying_in_ms",
+    "stalled_ms",
     "recomputations",
     "recompute_ms",
 )
@@ -46,6 +49,12 @@ class UnitStats:
     """Bytes copied that backward needed before their device memory was due to be released."""
     late_reloads: int = 0
     """Reloads that were begun only when backward already needed the storage."""
+    copying_out_ms: float = 0.0
+    """Time on the device that the copies to the host took; counted when the round is over, as the next two are."""
+    copying_in_ms: float = 0.0
+    """Time that the copies back took."""
+    stalled_ms: float = 0.0
+    """Time for which compute waited for copies."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Saved tensors that were not eligible, by reason."""
     recomputations: int = 0
@@ -64,7 +73,7 @@ class UnitStats:
 
 @dataclass
 class OffloadStats:
-    """Cumulative counts of one attachment on this rank, in bytes unless the name or :class:`UnitStats` says otherwise."""
+    """Cumulative counts of one attachment on this rank, as in :class:`UnitStats`: bytes, unless the name says else."""
 
     saved_bytes: int = 0
     offloaded_bytes: int = 0
@@ -74,6 +83,9 @@ class OffloadStats:
     held_bytes: int = 0
     used_in_place_bytes: int = 0
     late_reloads: int = 0
+    copying_out_ms: float = 0.0
+    copying_in_ms: float = 0.0
+    stalled_ms: float = 0.0
     recomputations: int = 0
     recompute_ms: float = 0.0
     live_host_bytes: int = 0

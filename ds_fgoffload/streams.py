@@ -8,7 +8,6 @@ when :meth:`Streams.copy` returns.
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -57,8 +56,23 @@ class Streams(Protocol):
     def wait(self, stream: Any, fence: Fence | None) -> None:
         """Work queued on ``stream`` from now on comes after ``fence``."""
 
-    def synchronize(self, fence: Fence | None) -> None:
-        """Blocks the host until ``fence`` is reached. Not to be used inside a step."""
+    def reached(self, fence: Fence) -> bool:
+        """Whether the device has passed ``fence``, as far as the host can tell without waiting."""
+
+    def elapsed_ms(self, begin: Fence, end: Fence) -> float:
+        """Time on the device from ``begin`` to ``end``, which may be the earlier; both have been reached."""
+
+    def allocated_bytes(self) -> int:
+        """Device memory in use by tensors of this process, in the order of the calls."""
+
+    def peak_allocated_bytes(self) -> int:
+        """The highest that it has been."""
+
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+
+    def empty_cache(self) -> None:
+        """Gives back what the allocator keeps for reuse. Blocks the host until the device is idle."""
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy of equally long one-dimensional uint8 tensors on ``stream``."""
@@ -89,7 +103,22 @@ class SynchronousStreams:
     def wait(self, stream: Any, fence: Fence | None) -> None:
         pass
 
-    def synchronize(self, fence: Fence | None) -> None:
+    def reached(self, fence: Fence) -> bool:
+        return True
+
+    def elapsed_ms(self, begin: Fence, end: Fence) -> float:
+        return 0.0
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_allocated_bytes(self) -> int:
+        return 0
+
+    def total_bytes(self) -> int:
+        return 0
+
+    def empty_cache(self) -> None:
         pass
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -135,7 +164,7 @@ class AcceleratorStreams:
         return context
 
     def fence(self, stream: Any) -> Fence:
-        event = self._event()
+        event = self._event(enable_timing=True)
         with self._count_lock:  # numbers are in the order of the stream also where two threads put fences there
             event.record(stream)
             self._count += 1
@@ -145,9 +174,23 @@ class AcceleratorStreams:
         if fence is not None and fence.stream != stream:
             stream.wait_event(fence.event)
 
-    def synchronize(self, fence: Fence | None) -> None:
-        if fence is not None:
-            fence.event.synchronize()
+    def reached(self, fence: Fence) -> bool:
+        return bool(fence.event.query())
+
+    def elapsed_ms(self, begin: Fence, end: Fence) -> float:
+        return float(begin.event.elapsed_time(end.event))
+
+    def allocated_bytes(self) -> int:
+        return int(get_accelerator().memory_allocated(self.device.index))
+
+    def peak_allocated_bytes(self) -> int:
+        return int(get_accelerator().max_memory_allocated(self.device.index))
+
+    def total_bytes(self) -> int:
+        return int(get_accelerator().total_memory(self.device.index))
+
+    def empty_cache(self) -> None:
+        get_accelerator().empty_cache()
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
         with self._on(stream):
@@ -191,24 +234,6 @@ def unpin_unused_host() -> None:
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()
-
-
-def stamp(streams: Streams) -> Any:
-    """The present moment of the compute stream, for :func:`elapsed_ms`."""
-    if streams.synchronous:
-        return time.perf_counter()
-    event = get_accelerator().Event(enable_timing=True)
-    event.record(streams.compute())
-    return event
-
-
-def elapsed_ms(begin: Any, end: Any) -> float | None:
-    """Milliseconds between two stamps; None if the device has not come to the second yet. Waits for nothing."""
-    if isinstance(begin, float) and isinstance(end, float):
-        return (end - begin) * 1e3
-    if not end.query():
-        return None
-    return float(begin.elapsed_time(end))
 
 
 def random_states(device: torch.device) -> tuple[torch.Tensor, ...]:

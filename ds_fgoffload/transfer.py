@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from ds_fgoffload.pool import Lease
+from ds_fgoffload.recorder import Direction, Recorder
+from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Fence, Streams, make_streams
 
 
@@ -30,6 +32,7 @@ class Transfer:
         self._last_compute: Any = self
         self.device = streams.device
         self.synchronous = streams.synchronous
+        self.recorder = None if streams.synchronous else Recorder(streams, self.compute)
 
     def compute(self) -> Any:
         """The stream on which the caller's kernels are queued now."""
@@ -52,22 +55,29 @@ class Transfer:
                 streams.wait(next_owner, streams.fence(compute))
         return packed
 
-    def offload(self, source: torch.Tensor, lease: Lease, compute: Any) -> Fence | None:
+    def offload(self, source: torch.Tensor, lease: Lease, compute: Any, stats: UnitStats) -> Fence | None:
         """Copies the bytes of ``source``, written on ``compute``, into the block. Returns the end of the copy."""
         streams = self._streams
         d2h = streams.d2h
-        streams.wait(d2h, streams.fence(compute))
+        written = streams.fence(compute)
+        streams.wait(d2h, written)
         for last_use in lease.fences:
             streams.wait(d2h, last_use)
         streams.copy(d2h, lease.memory, source)
-        return streams.fence(d2h)
+        return self._copied(Direction.OUT, lease, written, stats)
 
-    def before_release(self, copied_out: Fence | None) -> None:
+    def before_release(self, copied_out: Fence | None, stats: UnitStats) -> None:
         """After this the memory that ``copied_out`` read may be dropped: its next owner writes after the copy."""
-        for compute in tuple(self._computes):  # a finalizer may come in between
-            self._streams.wait(compute, copied_out)
+        self._waits(copied_out, stats)
+        self._all_wait(copied_out)
 
-    def reload(self, lease: Lease, compute: Any) -> tuple[torch.Tensor, Fence | None]:
+    def before_end(self, copied_out: Fence | None, stats: UnitStats) -> None:
+        """As :meth:`before_release`, at any time, and perhaps in the middle of another call."""
+        if self.recorder is not None and copied_out is not None:
+            self.recorder.waits(copied_out, stats, self._streams.fence(self._last_compute))
+        self._all_wait(copied_out)
+
+    def reload(self, lease: Lease, compute: Any, stats: UnitStats) -> tuple[torch.Tensor, Fence | None]:
         """Copies the block into new device memory (uint8) of ``compute``'s pool. Returns it and the end of the copy.
 
         It comes after the copy out by way of the compute streams, which waited for that in :meth:`before_release`.
@@ -75,18 +85,35 @@ class Transfer:
         streams = self._streams
         h2d = streams.h2d
         destination = streams.allocate(compute, lease.size_bytes)
+        unused = None
         for last_owner in self._computes:
-            streams.wait(h2d, streams.fence(last_owner))
+            unused = streams.fence(last_owner)
+            streams.wait(h2d, unused)
         streams.copy(h2d, destination, lease.memory)
-        return destination, streams.fence(h2d)
+        return destination, self._copied(Direction.IN, lease, unused, stats)
 
-    def before_use(self, copied_in: Fence | None, compute: Any) -> None:
+    def before_use(self, copied_in: Fence | None, compute: Any, stats: UnitStats) -> None:
         """After this ``compute`` may read what was reloaded."""
+        self._waits(copied_in, stats)
         self._streams.wait(compute, copied_in)
 
     def before_drop(self, copied_in: Fence | None, compute: Any) -> None:
         """After this reloaded memory that nobody used on ``compute`` may be dropped, into ``compute``'s pool."""
         self._streams.wait(compute, copied_in)
+
+    def _all_wait(self, copied_out: Fence | None) -> None:
+        for compute in tuple(self._computes):  # a finalizer may come in between
+            self._streams.wait(compute, copied_out)
+
+    def _copied(self, direction: Direction, lease: Lease, ready: Fence | None, stats: UnitStats) -> Fence | None:
+        end = self._streams.fence(self._streams.d2h if direction is Direction.OUT else self._streams.h2d)
+        if self.recorder is not None and ready is not None and end is not None:
+            self.recorder.copied(direction, lease.size_bytes, ready, end, stats)
+        return end
+
+    def _waits(self, copied: Fence | None, stats: UnitStats) -> None:
+        if self.recorder is not None and copied is not None:
+            self.recorder.waits(copied, stats)
 
 
 def transfer_on(device: torch.device) -> Transfer:

@@ -27,6 +27,7 @@ from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.hooks import ModuleHooks
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Action, Plan, Site
+from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPool, HostPoolSettings
 from ds_fgoffload.transfer import Transfer
 from tests.adversary import AdversarialStreams
@@ -235,7 +236,8 @@ def _random_track(dice: random.Random, name: str) -> Track:
     model = Model(blocks, _random_block(dice, width, 1))
     rows = [dice.randint(1, 12) for _ in range(dice.randint(1, 4))]
     inputs = [torch.randn(n, width, requires_grad=True) for n in rows]
-    return Track(name, model, dice.choice([1, 1, 2]), inputs, _random_program(dice, len(rows)))
+    program = _random_program(dice, len(rows)) * dice.choice([1, 1, 2, 4])  # what repeats is recorded, and planned
+    return Track(name, model, dice.choice([1, 1, 2]), inputs, program)
 
 
 def _random_program(dice: random.Random, micro_batches: int) -> list[Step]:
@@ -263,9 +265,9 @@ def _shuffled_together(dice: random.Random, lines: list[list[Any]]) -> Iterator[
 class _WatchedTransfer:
     """Mixed into a Transfer: tells the adversary what cannot be seen from the streams."""
 
-    def offload(self, source, lease, compute):
+    def offload(self, source, lease, compute, stats):
         self._streams.writer = compute
-        return super().offload(source, lease, compute)
+        return super().offload(source, lease, compute, stats)
 
     def pack(self, parts, offsets, size_bytes, compute):
         packed = super().pack(parts, offsets, size_bytes, compute)
@@ -342,6 +344,7 @@ def _attach(
         transfer,
         pool,
         raise_when_full=False,
+        wish=dice.choice([None, Wish(everything=True), Wish(), Wish(max_overhead=0.5), Wish(target_saved_bytes=4000)]),
     )
     ModuleHooks(model, {name: named[name] for name in names if name in units or name in excluded}, offloader)
     return offloader

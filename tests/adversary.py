@@ -83,6 +83,9 @@ class _Event:
     def synchronize(self) -> None:
         self._streams.run_copies_before(self.clock)
 
+    def at_ms(self) -> float:
+        return float(self.clock.total())
+
 
 class AdversarialStreams:
     """One device of ill will. ``seed`` decides every choice, so that a fault can be seen again."""
@@ -159,9 +162,24 @@ class AdversarialStreams:
             self.run_copies_before(Counter({self.h2d: self.clock(stream)[self.h2d], self.d2h: all_know}))
         self._roll()
 
-    def synchronize(self, fence: Fence | None) -> None:
-        assert fence is not None
-        fence.event.synchronize()
+    def reached(self, fence: Fence) -> bool:
+        return self._random.random() < 0.9
+
+    def elapsed_ms(self, begin: Fence, end: Fence) -> float:
+        """Anything: what is planned by these times is advice."""
+        return end.event.at_ms() - begin.event.at_ms() + self._random.random()
+
+    def allocated_bytes(self) -> int:
+        return self._random.randrange(1 << 14)
+
+    def peak_allocated_bytes(self) -> int:
+        return 1 << 14
+
+    def total_bytes(self) -> int:
+        return self._random.randrange(1 << 15)
+
+    def empty_cache(self) -> None:
+        pass
 
     def run_copies_before(self, clock: Clock) -> None:
         """Runs every copy that someone with that clock may rely on."""

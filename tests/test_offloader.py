@@ -25,13 +25,13 @@ class Watched(Transfer):
         super().__init__(SynchronousStreams(CPU))
         self.log = []
 
-    def offload(self, source, lease, compute):
+    def offload(self, source, lease, compute, stats):
         self.log.append(f"out {source.numel()}")
-        return super().offload(source, lease, compute)
+        return super().offload(source, lease, compute, stats)
 
-    def reload(self, lease, compute):
+    def reload(self, lease, compute, stats):
         self.log.append(f"in {lease.size_bytes}")
-        return super().reload(lease, compute)
+        return super().reload(lease, compute, stats)
 
 
 class Runtime:

@@ -10,8 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ds_fgoffload.order import LONGEST_ROUND, NeedOrder
-from ds_fgoffload.plan import Plan, Site
-from ds_fgoffload.schedule import Schedule, Verb
+from ds_fgoffload.plan import Plan, Site, Verb
+from ds_fgoffload.schedule import Schedule
 
 
 class Story:
@@ -550,7 +550,7 @@ class Stage:
                 keys.append(self._key)
                 site = Site(f"{command.kwargs.get('phase')}.{layer}", 0, save)
                 self._carry_out(self.schedule.saved(self._key, site, size_bytes, self._micro_batch))
-            self.schedule.scope_closed(sum(self.sizes_bytes))
+            self.schedule.scope_closed(self._micro_batch, "unit", 0, sum(self.sizes_bytes))
         self._in_flight[command.buffer_id] = (self._micro_batch, keys)
 
     def _backward(self, command):

@@ -6,8 +6,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ds_fgoffload.order import LONGEST_ROUND
-from ds_fgoffload.plan import Plan, Site
-from ds_fgoffload.schedule import Schedule, Verb, _Where
+from ds_fgoffload.plan import Plan, Site, Verb
+from ds_fgoffload.schedule import Schedule, _Where
 
 
 def make(release=None, prefetch=None, *, synchronous=False):
@@ -23,12 +23,13 @@ def happen(schedule, event):
         name, size, micro_batch = (*words, "1")[:3]
         return schedule.saved(name, Site(name.rstrip("0123456789"), 0, 0), int(size), int(micro_batch))
     if verb in ("close", "begin", "backward"):
-        event = {
-            "close": schedule.scope_closed,
-            "begin": schedule.micro_batch_began,
-            "backward": schedule.backward_began,
-        }
-        return event[verb](int(words[0])) or []
+        number = int(words[0])
+        if verb == "close":
+            return schedule.scope_closed(1, "unit", 0, number)
+        if verb == "begin":
+            schedule.micro_batch_began(number)
+            return []
+        return schedule.backward_began(number)
     act = {"again": schedule.saved_again, "stays": schedule.stays, "need": schedule.needed, "die": schedule.died}[verb]
     return act(words[0]) or []
 
@@ -501,6 +502,7 @@ def assert_the_books_are_right(schedule, on_host):
     assert schedule._leaving_bytes <= schedule.release_window_bytes
     assert schedule._backward_bytes == bytes_in[_Where.IN_PLACE] + bytes_in[_Where.RETURNED]
     assert schedule._alive_bytes == sum(bytes_in.values())
+    assert schedule._host_bytes == bytes_in[_Where.HOST]
     assert {key for key, entry in entries.items() if entry.where is _Where.HOST} == on_host
     assert set(schedule._order._on_host.values()) == on_host
     assert set(schedule._order._alive) == {entry.micro_batch for entry in entries.values()}

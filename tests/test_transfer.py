@@ -90,12 +90,12 @@ def test_no_wait_can_be_left_out(wait, record_property):
 
 
 class WithoutBeforeRelease(Transfer):
-    def before_release(self, copied_out):
+    def before_release(self, copied_out, stats):
         pass
 
 
 class WithoutBeforeUse(Transfer):
-    def before_use(self, copied_in, compute):
+    def before_use(self, copied_in, compute, stats):
         pass
 
 
@@ -145,7 +145,7 @@ def test_memory_that_is_being_copied_out_is_not_dropped_before_the_copy(record_p
 
     def careless_end(parcel):
         if parcel.state is State.COPYING_OUT:
-            with mock.patch.object(type(parcel._transfer), "before_release"):
+            with mock.patch.object(type(parcel._transfer), "before_end"):
                 end(parcel)
         else:
             end(parcel)

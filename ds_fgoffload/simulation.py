@@ -1,0 +1,238 @@
+"""What a round would be like if other places were copied: the link simulated over a recorded round.
+
+Copies go out in the order of the saves and come back in the order of need, each direction at the rate that was
+measured. Times are milliseconds on the device, without the waits that offloading itself caused.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ds_fgoffload.plan import Kind, Moment, Place
+
+SPARE_TIME_MS = 0.2
+"""Between the end of a copy, as it is foreseen, and what relies on it."""
+SEARCH_STEPS = 12
+"""Halvings of the range in which the least peak is looked for."""
+
+
+class Passed(NamedTuple):
+    """A moment of a recorded round."""
+
+    moment: Moment
+    at_ms: float
+    size_bytes: int
+    """Of what is saved at this moment; 0 at others."""
+    memory_bytes: int
+    """Device memory allocated at this moment, and all that was on the host alone."""
+    read_at_ms: float | None = None
+    """When the host, waiting for the device since the moment before, went on; None: it did not wait."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A round, in the order of the compute stream."""
+
+    passed: Sequence[Passed]
+    d2h_bytes_per_ms: float
+    h2d_bytes_per_ms: float
+    held: AbstractSet[Place] = frozenset()
+    """Places whose memory something else kept until backward."""
+    stalled_ms: float = 0.0
+    """Time for which compute waited for copies; not in the times above."""
+
+    @property
+    def length_ms(self) -> float:
+        return self.passed[-1].at_ms - self.passed[0].at_ms if self.passed else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((passed.memory_bytes for passed in self.passed), default=0)
+
+
+class Absence(NamedTuple):
+    """From which position to which a place is not on the device."""
+
+    begin: int
+    end: int
+
+
+@dataclass
+class Outcome:
+    absences: dict[Place, Absence] = field(default_factory=dict)
+    release: dict[Place, int] = field(default_factory=dict)
+    reload: Mapping[Place, int] = field(default_factory=dict)
+    stalled_ms: float = 0.0
+    peak_bytes: int = 0
+    copied_bytes: int = 0
+
+
+class Round:
+    """The recorded round, and what would become of it."""
+
+    def __init__(self, recording: Recording, caution: float) -> None:
+        self.passed = recording.passed
+        self.times_ms = [passed.at_ms for passed in self.passed]
+        self.spare_ms = SPARE_TIME_MS * caution
+        self.d2h_bytes_per_ms = recording.d2h_bytes_per_ms / caution
+        self.h2d_bytes_per_ms = recording.h2d_bytes_per_ms / caution
+        self.positions: dict[Moment, int] = {}
+        self.saved: dict[Place, int] = {}
+        self.needed: dict[Place, int] = {}
+        for position, (moment, _, size_bytes, *_) in enumerate(self.passed):
+            self.positions[moment] = position
+            if moment.kind is Kind.SAVED and size_bytes:
+                self.saved.setdefault(moment.place, position)
+            elif moment.kind is Kind.NEEDED:
+                self.needed.setdefault(moment.place, position)
+        self.candidates: AbstractSet[Place] = {place for place in self.needed if place in self.saved}
+        self.reads = [position for position, passed in enumerate(self.passed) if passed.read_at_ms is not None]
+        self.reads_ms = [passed.read_at_ms for passed in self.passed if passed.read_at_ms is not None]
+
+    def size_bytes(self, place: Place) -> int:
+        return self.passed[self.saved[place]].size_bytes
+
+    def simulate(self, chosen: AbstractSet[Place], limit_bytes: int | None = None, *, choosy: bool = True) -> Outcome:
+        """The round with ``chosen`` copied.
+
+        Args:
+            chosen: what is copied, in the order of the saves.
+            limit_bytes: memory at which the oldest leave before their copies are over: compute waits.
+            choosy: what would make a read wait, or be needed before it is over, is not copied.
+        """
+        return _Simulation(self, chosen, limit_bytes, choosy=choosy).run()
+
+    def least_peak(self, chosen: AbstractSet[Place], free_bytes: int, allowed_ms: float) -> int:
+        """The lowest limit that costs no more than ``allowed_ms``, at most ``free_bytes``, which costs nothing."""
+        if not allowed_ms:
+            return free_bytes
+        low = max(0, free_bytes - sum(self.size_bytes(place) for place in chosen))
+        high = free_bytes
+        for _ in range(SEARCH_STEPS):
+            middle = (low + high) // 2
+            tried = self.simulate(chosen, middle)
+            if tried.stalled_ms <= allowed_ms and tried.peak_bytes <= middle:
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def useful(self, outcome: Outcome, limit_bytes: int) -> AbstractSet[Place]:
+        """Places without whose absence memory would exceed ``limit_bytes``."""
+        # A position's memory is what lies there when the next moment comes.
+        high = [p for p, passed in enumerate(self.passed[1:]) if passed.memory_bytes > limit_bytes]
+        return {
+            place
+            for place, (begin, end) in outcome.absences.items()
+            if bisect_left(high, begin) < bisect_left(high, end)
+        }
+
+    def fewest(self, useful: AbstractSet[Place], limit_bytes: int, *, choosy: bool) -> AbstractSet[Place]:
+        """Of ``useful`` the first saved, which have the most time, as many as keep the peak at ``limit_bytes``."""
+        in_order = sorted(useful, key=self.saved.__getitem__)
+        low, high = 0, len(in_order)
+        while low < high:
+            middle = (low + high) // 2
+            tried = self.simulate(set(in_order[:middle]), limit_bytes, choosy=choosy)
+            if tried.peak_bytes <= limit_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return set(in_order[:low])
+
+    def reload_positions(self, chosen: AbstractSet[Place]) -> dict[Place, int]:
+        """The last position from which each place's copy back, followed by all those needed after it, is in time."""
+        positions = {}
+        begin_ms = float("inf")
+        for place in sorted(chosen, key=self.needed.__getitem__, reverse=True):
+            end_ms = min(begin_ms, self.times_ms[self.needed[place]] - self.spare_ms)
+            begin_ms = end_ms - self.size_bytes(place) / self.h2d_bytes_per_ms
+            positions[place] = max(0, bisect_right(self.times_ms, begin_ms) - 1)
+        return positions
+
+
+class _Simulation:
+    """One way through the round, as :meth:`Round.simulate` says."""
+
+    def __init__(self, of: Round, chosen: AbstractSet[Place], limit_bytes: int | None, *, choosy: bool) -> None:
+        self._round = of
+        self._chosen = chosen
+        self._limit_bytes = limit_bytes
+        self._choosy = choosy
+        self._outcome = Outcome(reload=of.reload_positions(chosen))
+        self._coming_back: dict[int, list[Place]] = {}
+        for place, position in self._outcome.reload.items():
+            self._coming_back.setdefault(position, []).append(place)
+        self._leaving: deque[tuple[Place, float]] = deque()  # and when its copy is over
+        self._away: set[Place] = set()
+        self._away_bytes = 0
+        self._d2h_end_ms = 0.0
+        self._now_ms = 0.0  # without what compute has waited
+        self._waited_ms = 0.0
+
+    def run(self) -> Outcome:
+        for position, passed in enumerate(self._round.passed):
+            if passed.read_at_ms is not None:
+                self._now_ms = passed.read_at_ms
+                self._wait_until(self._d2h_end_ms)
+            self._now_ms = passed.at_ms
+            memory_bytes = passed.memory_bytes - self._away_bytes
+            self._outcome.peak_bytes = max(self._outcome.peak_bytes, memory_bytes)
+            self._come_back(position)
+            place = passed.moment.place
+            if place in self._chosen and self._round.saved[place] == position:
+                self._copy(place, position)
+            self._leave(position)
+        self._outcome.stalled_ms = self._waited_ms
+        return self._outcome
+
+    def _wait_until(self, then_ms: float) -> None:
+        self._waited_ms += max(0.0, then_ms - self._waited_ms - self._now_ms)
+
+    def _come_back(self, position: int) -> None:
+        for place in self._coming_back.get(position, ()):
+            if place in self._away:
+                self._away.remove(place)
+                self._away_bytes -= self._round.size_bytes(place)
+                self._outcome.absences[place] = Absence(self._outcome.release[place], position)
+
+    def _copy(self, place: Place, position: int) -> None:
+        size_bytes = self._round.size_bytes(place)
+        begin_ms = max(self._d2h_end_ms, self._now_ms + self._waited_ms)
+        end_ms = begin_ms + size_bytes / self._round.d2h_bytes_per_ms
+        if self._choosy and not self._is_over_in_time(place, position, end_ms - self._waited_ms):
+            return
+        self._d2h_end_ms = end_ms
+        self._leaving.append((place, end_ms))
+        self._outcome.copied_bytes += size_bytes
+
+    def _is_over_in_time(self, place: Place, position: int, end_ms: float) -> bool:
+        """Whether a copy that ends then delays no read, and is over before it would have to begin again."""
+        free_ms = end_ms + self._round.spare_ms
+        read = bisect_right(self._round.reads, position)
+        if read < len(self._round.reads) and free_ms > self._round.reads_ms[read]:
+            return False
+        free = position + 1 if self._limit_bytes is not None else bisect_left(self._round.times_ms, free_ms)
+        return free < self._outcome.reload[place]
+
+    def _leave(self, position: int) -> None:
+        passed = self._round.passed
+        next_bytes = passed[position + 1].memory_bytes if position + 1 < len(passed) else 0
+        while self._leaving:
+            place, end_ms = self._leaving[0]
+            is_over = end_ms + self._round.spare_ms <= self._now_ms + self._waited_ms
+            presses = self._limit_bytes is not None and next_bytes - self._away_bytes > self._limit_bytes
+            if not is_over and not presses:
+                return
+            self._leaving.popleft()
+            if self._outcome.reload[place] <= position:
+                continue  # stays where it is
+            self._wait_until(end_ms)
+            self._outcome.release[place] = position
+            self._away.add(place)
+            self._away_bytes += self._round.size_bytes(place)

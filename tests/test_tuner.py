@@ -1,0 +1,131 @@
+"""Training on a device in virtual time: what is planned from the first rounds, and what the next ones are like then."""
+
+import pytest
+import torch
+
+from ds_fgoffload.plan import Action, Plan
+from ds_fgoffload.planner import Wish
+from tests.simulated import Training
+
+NOTHING = Plan(default=Action.KEEP, sites={"": ""})
+LAYER_BYTES = 4000
+FREE = Wish(max_overhead=0.0)
+
+
+def plain(**shape):
+    return Training(plan=NOTHING, **shape).steady()
+
+
+@pytest.mark.parametrize(
+    ("link_bytes_per_ms", "fewest_bytes_freed"),
+    [(20000, 5 * LAYER_BYTES), (5000, 4 * LAYER_BYTES), (2500, 3 * LAYER_BYTES)],
+)
+def test_what_the_link_carries_is_freed_and_costs_nothing(link_bytes_per_ms, fewest_bytes_freed):
+    without, found = plain(), Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms).steady()
+    assert without.peak_bytes - found.peak_bytes >= fewest_bytes_freed
+    assert (found.waited_ms, found.late_reloads) == (0, 0)
+    assert found.took_ms == pytest.approx(without.took_ms)
+    assert torch.equal(found.gradient, without.gradient)
+
+
+def test_windows_stall_where_points_do_not():
+    by_windows = Training(wish=None, link_bytes_per_ms=2500).steady()
+    by_points = Training(wish=FREE, link_bytes_per_ms=2500).steady()
+    assert by_windows.waited_ms > 3
+    assert by_points.waited_ms == 0
+
+
+def test_more_time_buys_more_memory():
+    free = Training(wish=FREE, link_bytes_per_ms=2500).steady()
+    bought = Training(wish=Wish(max_overhead=0.1), link_bytes_per_ms=2500).steady()
+    assert bought.peak_bytes <= free.peak_bytes - LAYER_BYTES
+    assert 0 < bought.waited_ms <= 0.1 * plain().took_ms
+
+
+def test_no_more_is_copied_than_the_target_takes():
+    wish = Wish(target_saved_bytes=2 * LAYER_BYTES)
+    found = Training(wish=wish, link_bytes_per_ms=20000).steady()
+    assert plain().peak_bytes - found.peak_bytes >= 2 * LAYER_BYTES
+    assert found.offloaded_bytes <= 3 * LAYER_BYTES
+
+
+def test_a_target_is_reached_also_if_compute_has_to_wait_for_it():
+    wish = Wish(target_saved_bytes=2 * LAYER_BYTES)
+    found = Training(wish=wish, link_bytes_per_ms=1000).steady()
+    assert plain().peak_bytes - found.peak_bytes >= 2 * LAYER_BYTES
+    assert found.waited_ms > 0
+
+
+def test_a_device_that_is_too_small_for_the_free_plan_gets_a_dearer_one():
+    roomy = Training(wish=FREE, link_bytes_per_ms=2500).steady()
+    tight = Training(wish=FREE, link_bytes_per_ms=2500, total_bytes=roomy.peak_bytes).steady()
+    assert tight.peak_bytes < roomy.peak_bytes
+    assert tight.waited_ms > 0
+
+
+def test_everything_is_copied_if_that_is_wished():
+    found = Training(wish=Wish(everything=True), link_bytes_per_ms=5000).steady()
+    assert found.offloaded_bytes == 8 * LAYER_BYTES
+    assert (found.waited_ms, found.late_reloads) == (0, 0)
+
+
+@pytest.mark.parametrize(("link_bytes_per_ms", "copied"), [(20000, True), (5000, False)])
+def test_reads_of_the_device_do_not_wait_for_copies(link_bytes_per_ms, copied):
+    """Half a millisecond passes between a save and the next read, in which the slow link carries no layer."""
+    without = plain(reads=True)
+    found = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, reads=True).steady()
+    assert found.took_ms == pytest.approx(without.took_ms)
+    assert (found.offloaded_bytes > 0) == copied
+    eager = Training(wish=None, link_bytes_per_ms=link_bytes_per_ms, reads=True).steady()
+    assert (eager.took_ms > without.took_ms + 1) != copied
+
+
+def test_what_took_long_in_the_first_round_does_not_decide_the_next():
+    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    for layer in training.model:
+        layer.ms *= 50
+    training.step()
+    for layer in training.model:
+        layer.ms /= 50
+    found = training.steady()
+    assert (found.waited_ms, found.late_reloads) == (0, 0)
+
+
+def test_layers_that_become_faster_are_planned_anew():
+    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    training.steady(20)
+    for layer in training.model:
+        layer.ms /= 4
+    assert training.steady(40).waited_ms == 0
+
+
+def test_another_structure_is_planned_anew():
+    training = Training(wish=FREE, link_bytes_per_ms=20000)
+    training.steady()
+    del training.model[6:]
+    assert training.steady(20).late_reloads == 0
+    assert training.steady(0).offloaded_bytes < 6 * LAYER_BYTES
+
+
+def test_the_cache_is_emptied_once_when_the_plan_has_taken_effect():
+    training = Training(wish=FREE)
+    training.steady(30)
+    assert training.streams.emptied == 1
+
+
+def test_waits_are_counted_by_unit():
+    training = Training(wish=Wish(everything=True), link_bytes_per_ms=2500)
+    found = training.steady()
+    waited_ms = training.streams.waited_ms
+    training.step()
+    units = training.offloader.stats().units
+    assert found.waited_ms > 0
+    assert sum(unit.stalled_ms for unit in units.values()) == pytest.approx(waited_ms)
+    assert training.offloader.stats().copying_out_ms == pytest.approx(13 * 8 * LAYER_BYTES / 2500)
+
+
+def test_nothing_is_planned_if_the_user_has_set_windows():
+    training = Training(wish=None, plan=Plan(release_window_bytes=0))
+    found = training.steady()
+    assert training.offloader._tuner.forecast is None
+    assert found.offloaded_bytes == 8 * LAYER_BYTES
