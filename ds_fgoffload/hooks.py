@@ -201,9 +201,9 @@ class ModuleHooks:
         opened = hooks = None
         if self._is_to_recompute():
             assert self._recomputer is not None
-            pack, unpack = self._pack_and_unpack()
+            _, unpack = self._pack_and_unpack()
             opened = self._recomputer.open(
-                unit, args, kwargs, partial(pack, self._offloader, self._open_calls.scope()), unpack
+                unit, args, kwargs, partial(_pack_argument, self._offloader, self._open_calls.scope()), unpack
             )
             if opened is not None:
                 hooks = saved_tensors_hooks(uncompiled(opened.call.pack), unpack)
@@ -267,8 +267,10 @@ def _pack_or_promise(recomputer: Recomputer, offloader: Offloader, scope: Scope 
     if torch._C._current_graph_task_id() != -1:
         return KeptTensor(tensor)
     promise = recomputer.promise(tensor)
-    if promise is not None:
-        return promise
+    return _pack_argument(offloader, scope, tensor) if promise is None else promise
+
+
+def _pack_argument(offloader: Offloader, scope: Scope | None, tensor: torch.Tensor) -> object:
     return KeptTensor(tensor) if scope is None else offloader.pack(scope, tensor)
 
 

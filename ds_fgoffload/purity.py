@@ -101,7 +101,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0:  # expanded: one of many that are the same
             tensor = tensor.narrow(dimension, 0, min(1, tensor.size(dimension)))
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.detach().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _named_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,13 +15,17 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ds_fgoffload.arguments import Argument, flatten
 from ds_fgoffload.compiled import is_compiled
 from ds_fgoffload.conditions import Conditions
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.purity import Traces, is_plain, objection_to, state_tensors, storage_identity, version_of
 from ds_fgoffload.recomputed_unit import RecomputedUnit, Surroundings
-from ds_fgoffload.remade import Argument, Output, RecomputedCall, Remade, flatten
+from ds_fgoffload.remade import Output, RecomputedCall, Remade
 from ds_fgoffload.stats import UnitStats, shown
+
+LONGEST_ROW = 2
+"""Most calls that are made again in a row because the output of each is the argument of the next."""
 
 
 class OpenedCall:
@@ -118,6 +122,9 @@ class Recomputer:
     ) -> OpenedCall | None:
         """``unit`` is called with gradients enabled; its arguments are held by what ``pack`` makes of them.
 
+        An argument that another unit has given is promised if that is cheap to make. Else it is held: in a row of
+        layers that are all recomputed, backward of the last would make them all again at once.
+
         None: this call is run as if the unit were not under ``recompute``.
         """
         if unit.name not in self._counted:
@@ -134,8 +141,16 @@ class Recomputer:
         if any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves):
             return None  # nothing that is saved here could be made in backward: autograd refuses such tensors
         self._forget_what_is_gone()
-        held = [Argument(leaf, pack(leaf), unpack) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        call = RecomputedCall(unit, held, structure, Conditions(unit.modules, self._device))
+        depth = 0
+        held = list(leaves)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                promise = self.promise(leaf)
+                if promise is not None and not (promise.call.is_cheap and promise.call.depth < LONGEST_ROW):
+                    promise = None
+                depth = depth if promise is None else max(depth, promise.call.depth + 1)
+                held[number] = Argument(leaf, pack(leaf) if promise is None else promise, unpack)
+        call = RecomputedCall(unit, held, structure, Conditions(unit.modules, self._device), depth)
         return OpenedCall(unit, call, leaves)
 
     def close(self, opened: OpenedCall, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import is_not
 from typing import Any
 
 import torch
@@ -13,10 +12,12 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
+from ds_fgoffload.arguments import cut_off, flatten, unflatten
 from ds_fgoffload.conditions import Conditions
+from ds_fgoffload.layout import Layout
 from ds_fgoffload.purity import is_plain, same_bits, state_of, state_tensors, storage_identity
 from ds_fgoffload.recompute_cost import Moment, RecomputeCost
-from ds_fgoffload.remade import Made, RecomputedCall, cut_off, flatten, unflatten
+from ds_fgoffload.remade import Made, RecomputedCall
 from ds_fgoffload.saved import KeptTensor
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Streams
@@ -58,6 +59,9 @@ class RecomputedUnit:
         self.module = module
         self.stats = stats
         self.modules = tuple(module.modules())
+        self.is_cheap = len(self.modules) == 1
+        """So are norms and activation functions, as far as can be told."""
+        stats.recompute = True
         self.streams = surroundings.streams
         self.lock = surroundings.lock
         self.outside: frozenset[int] = frozenset()
@@ -126,8 +130,8 @@ class RecomputedUnit:
             made: the tensors of its output.
         """
         leaves, structure = flatten(args, kwargs)
-        if len(leaves) != len(given) or any(map(is_not, leaves, given)):
-            return "another forward pre-hook changes its arguments"
+        if len(leaves) != len(given) or not all(map(_is_same, leaves, given)):
+            return "something changes its arguments between its forward pre-hooks and its forward"
         detached = [
             cut_off(leaf, requires_grad=leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
@@ -152,3 +156,10 @@ class RecomputedUnit:
         )
         self._tried.add(call.conditions.training)
         return ""
+
+
+def _is_same(one: object, other: object) -> bool:
+    """The same object, or two tensors over the same memory, as backward hooks on a module make them."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return storage_identity(one) == storage_identity(other) and Layout.of(one) == Layout.of(other)
+    return one is other

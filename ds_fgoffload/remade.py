@@ -8,13 +8,14 @@ what it was filled with, so that it goes when autograd drops it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
+from ds_fgoffload.arguments import Argument, unflatten
 from ds_fgoffload.conditions import Conditions
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.layout import Layout
@@ -94,31 +95,13 @@ class Remade:
             self.call.after(self._foreign)
 
 
-class Argument:
-    """A tensor that was given to a call: what holds it, and whether it needs a gradient."""
-
-    __slots__ = ("_holder", "_requires_grad", "_unpack")
-
-    def __init__(self, tensor: torch.Tensor, holder: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._holder = holder
-        self._unpack = unpack
-        self._requires_grad = tensor.requires_grad
-
-    def tensor(self) -> torch.Tensor:
-        return cut_off(self._unpack(self._holder), requires_grad=self._requires_grad)
-
-
-def cut_off(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    """``tensor`` without the graph that made it. A parameter is itself: it is told from others where it is saved."""
-    return tensor if isinstance(tensor, Parameter) else tensor.detach().requires_grad_(requires_grad)
-
-
 class Runner(Protocol):
     """Runs a unit's forward once more, as its calls see it."""
 
     name: str
     streams: Streams
     lock: Any
+    is_cheap: bool
 
     def state(self) -> object:
         """Differs when a parameter or buffer of the unit does."""
@@ -141,11 +124,13 @@ class RecomputedCall:
         leaves: the arguments, flat; tensors as :class:`Argument`.
         structure: how they lay in ``(args, kwargs)``.
         conditions: taken before the forward.
+        depth: how many calls have to be made again before this one, each of which gives an argument of the next.
     """
 
     def __init__(
-        self, runner: Runner, leaves: Sequence[Any], structure: TreeSpec | None, conditions: Conditions
+        self, runner: Runner, leaves: Sequence[Any], structure: TreeSpec | None, conditions: Conditions, depth: int
     ) -> None:
+        self.depth = depth
         self.conditions = conditions
         self._runner = runner
         self._leaves = leaves
@@ -164,6 +149,11 @@ class RecomputedCall:
     def state(self) -> object:
         """The state of the unit's own tensors before the forward."""
         return self._state
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether making it again to use its output as an argument costs little time and memory."""
+        return self._runner.is_cheap
 
     def pack(self, tensor: torch.Tensor) -> Remade | KeptTensor:
         """The unit saves ``tensor``. It is kept until :meth:`settle`."""
@@ -280,21 +270,3 @@ class RecomputedCall:
         self._promises = [reference for reference in self._promises if reference() is not None]
         given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
         return [tensor for tensor in filled if tensor.untyped_storage()._cdata not in given]
-
-
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec | None]:
-    """The arguments of a call as a list, and their structure; None: a tuple of them, as nearly always."""
-    if not kwargs and all(type(arg) in _LEAVES for arg in args):
-        return list(args), None
-    return tree_flatten((args, kwargs))
-
-
-def unflatten(leaves: list[Any], structure: TreeSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of what :func:`flatten` made of them."""
-    if structure is None:
-        return tuple(leaves), {}
-    args, kwargs = tree_unflatten(leaves, structure)
-    return args, kwargs
-
-
-_LEAVES = frozenset({torch.Tensor, Parameter, type(None), bool, int, float})

@@ -17,7 +17,7 @@ from ds_fgoffload.pool import HostPoolStats
 from ds_fgoffload.stats import OffloadStats, UnitStats, shown
 
 _WIDTH = 400  # room for any name; the table takes no more than it needs
-_BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept")
+_BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept", "recomputed")
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def _cells(stats: UnitStats | OffloadStats) -> list[str]:
         stats.used_in_place_bytes,
         stats.held_bytes,
         stats.kept_bytes,
+        stats.recomputed_bytes,
     )
     return [*(human(size) if size else "-" for size in sizes), str(stats.late_reloads or "-")]
 
@@ -92,6 +93,11 @@ def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
         if counts.offload.skipped:
             reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.offload.skipped.items()))
             remarks.append(f"rank {counts.rank}: saved tensors left on the device, by reason: {reasons}")
+        if counts.offload.recomputations:
+            remarks.append(
+                f"rank {counts.rank}: {counts.offload.recomputations} calls recomputed in backward, "
+                f"{counts.offload.recompute_ms:.0f} ms on the device"
+            )
     return remarks + _idle_units(ranks)
 
 
@@ -111,6 +117,10 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
                 f"unit {shown(name)}: deepspeed.checkpointing keeps its inputs where no hook sees them; use "
                 "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
             )
+        recomputed = any(stats.recomputations for stats in all_stats)
+        refusal = next((stats.recompute_refused for stats in all_stats if stats.recompute_refused), "")
+        if refusal:
+            remarks.append(f"unit {shown(name)} is not recomputed: {refusal}")
         if any(stats.compiled for stats in all_stats):
             remarks.append(f"unit {shown(name)} saved nothing: it lies in a module that torch.compile has compiled")
         elif not any(stats.calls for stats in all_stats):
@@ -120,6 +130,12 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
                 else "it was never called with gradients enabled, or only by compiled code"
             )
             remarks.append(f"unit {shown(name)} saved nothing: {why}")
+        elif any(stats.recompute for stats in all_stats) and not saved:
+            if not recomputed and not refusal:
+                remarks.append(
+                    f"unit {shown(name)} was never recomputed: it lies in a checkpoint or in another unit under "
+                    "recompute, or nothing that it saves or gives is needed in backward"
+                )
         elif not saved:
             why = (
                 ", ".join(f"{reason} {n}" for reason, n in skipped.items())

@@ -57,6 +57,8 @@ class UnitStats:
     """Time for which compute waited for copies."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Saved tensors that were not eligible, by reason."""
+    recompute: bool = False
+    """It is under ``recompute``."""
     recomputations: int = 0
     """Times that a call of a unit under ``recompute`` was made again in backward."""
     recompute_ms: float = 0.0

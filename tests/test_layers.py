@@ -18,7 +18,7 @@ LAYERS = {
     4: "offloader open_calls recompute",
     3: "scope",
     2: "saved parcel remade recomputed_unit",
-    1: "selection eligibility transfer pool recorder tuner recompute_cost conditions",
+    1: "selection eligibility transfer pool recorder tuner recompute_cost conditions arguments",
     0: "compiled purity schedule order plan planner simulation config layout stats streams errors arena host_limit",
 }
 BESIDE = {
