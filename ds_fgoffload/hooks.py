@@ -133,7 +133,7 @@ class ModuleHooks:
         self._tell_what_is_only_recomputed()
         if torch.is_grad_enabled() and not _in_backward():
             self._offloader.begin_micro_batch()
-            if self._recomputer is not None and self._recomputer.is_needed:
+            if self._recomputer is not None and self._recomputer.is_needed and _hooks_allowed():
                 self._enter_root(self._recomputer)
 
     def _end_micro_batch(self, _root: nn.Module, _arguments: object, output: object) -> None:

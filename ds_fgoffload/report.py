@@ -17,7 +17,7 @@ from ds_fgoffload.pool import HostPoolStats
 from ds_fgoffload.stats import OffloadStats, UnitStats, shown
 
 _WIDTH = 400  # room for any name; the table takes no more than it needs
-_BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept", "recomputed")
+_BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept")
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class RankCounts:
 def render(ranks: Sequence[RankCounts]) -> str:
     """One row per rank and unit, a row of sums per rank, and a sentence about each unit that did nothing useful."""
     table = Table(title="fine_grained_offload: bytes since attaching", title_justify="left")
-    for name in ("rank", "unit", "calls", *_BYTES_COLUMNS, "late"):
+    recompute = any(counts.offload.recomputed_bytes for counts in ranks)
+    for name in ("rank", "unit", "calls", *_BYTES_COLUMNS, *["recomputed"] * recompute, "late"):
         table.add_column(name, justify="left" if name in ("rank", "unit") else "right")
     for counts in ranks:
         for unit, stats in counts.offload.units.items():
-            table.add_row(str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats))
-        table.add_row(str(counts.rank), "all units", "", *_cells(counts.offload), style="bold", end_section=True)
+            table.add_row(str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats, recompute=recompute))
+        cells = _cells(counts.offload, recompute=recompute)
+        table.add_row(str(counts.rank), "all units", "", *cells, style="bold", end_section=True)
     console = Console(file=io.StringIO(), width=_WIDTH)
     console.print(table)
     for line in _remarks(ranks):
@@ -68,16 +70,16 @@ def _plain(stats: UnitStats | OffloadStats) -> dict[str, Any]:
     return {**vars(stats), "skipped": dict(stats.skipped)}
 
 
-def _cells(stats: UnitStats | OffloadStats) -> list[str]:
-    sizes = (
+def _cells(stats: UnitStats | OffloadStats, *, recompute: bool) -> list[str]:
+    sizes = [
         stats.saved_bytes,
         stats.offloaded_bytes,
         stats.reloaded_bytes,
         stats.used_in_place_bytes,
         stats.held_bytes,
         stats.kept_bytes,
-        stats.recomputed_bytes,
-    )
+        *[stats.recomputed_bytes] * recompute,
+    ]
     return [*(human(size) if size else "-" for size in sizes), str(stats.late_reloads or "-")]
 
 
@@ -112,15 +114,7 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
         offloaded = sum(stats.offloaded_bytes for stats in all_stats)
         held = sum(stats.held_bytes for stats in all_stats)
         skipped = sum((stats.skipped for stats in all_stats), Counter[str]())
-        if any(stats.unseen_checkpoints for stats in all_stats):
-            remarks.append(
-                f"unit {shown(name)}: deepspeed.checkpointing keeps its inputs where no hook sees them; use "
-                "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
-            )
-        recomputed = any(stats.recomputations for stats in all_stats)
-        refusal = next((stats.recompute_refused for stats in all_stats if stats.recompute_refused), "")
-        if refusal:
-            remarks.append(f"unit {shown(name)} is not recomputed: {refusal}")
+        remarks += _on_recomputation(name, all_stats)
         if any(stats.compiled for stats in all_stats):
             remarks.append(f"unit {shown(name)} saved nothing: it lies in a module that torch.compile has compiled")
         elif not any(stats.calls for stats in all_stats):
@@ -130,13 +124,7 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
                 else "it was never called with gradients enabled, or only by compiled code"
             )
             remarks.append(f"unit {shown(name)} saved nothing: {why}")
-        elif any(stats.recompute for stats in all_stats) and not saved:
-            if not recomputed and not refusal:
-                remarks.append(
-                    f"unit {shown(name)} was never recomputed: it lies in a checkpoint or in another unit under "
-                    "recompute, or nothing that it saves or gives is needed in backward"
-                )
-        elif not saved:
+        elif not saved and not any(stats.recompute for stats in all_stats):
             why = (
                 ", ".join(f"{reason} {n}" for reason, n in skipped.items())
                 or "nothing in it saves tensors for backward"
@@ -145,4 +133,22 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
             remarks.append(f"unit {shown(name)} saved nothing that may be offloaded ({why}){remedy}")
         elif offloaded and held == offloaded:
             remarks.append(f"unit {shown(name)} freed nothing: something else held every storage until backward")
+    return remarks
+
+
+def _on_recomputation(name: str, all_stats: Sequence[UnitStats]) -> list[str]:
+    remarks = []
+    if any(stats.unseen_checkpoints for stats in all_stats):
+        remarks.append(
+            f"unit {shown(name)}: deepspeed.checkpointing keeps its inputs where no hook sees them; use "
+            "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
+        )
+    refusal = next((stats.recompute_refused for stats in all_stats if stats.recompute_refused), "")
+    if refusal:
+        remarks.append(f"unit {shown(name)} is not recomputed: {refusal}")
+    elif any(stats.recompute and stats.calls and not stats.recomputations for stats in all_stats):
+        remarks.append(
+            f"unit {shown(name)} was never recomputed: it lies in a checkpoint or in another unit under recompute, or "
+            "backward needs nothing that it saves or gives"
+        )
     return remarks
