@@ -74,11 +74,12 @@ class ModuleHooks:
             for name, module in hooked.items()
         }
         self._above = {name: _modules_above(name, root) for name in hooked}
+        self._landmarks = self._hook_landmarks(hooked) if offloader.plans else ()
         self._unhook_compiled()
 
     def remove(self) -> None:
         """Takes every hook off the modules. Graphs that are alive keep working."""
-        for handles in (self._root_handles, *self._handles.values()):
+        for handles in (self._root_handles, self._landmarks, *self._handles.values()):
             _remove(handles)
         self._handles.clear()
         self._close_all()
@@ -90,6 +91,22 @@ class ModuleHooks:
                 return None if call.scope.excluded else call.scope.unit
         return None
 
+    def _hook_landmarks(self, hooked: Mapping[str, nn.Module]) -> tuple[RemovableHandle, ...]:
+        """Modules beside the units, and beside what those lie in: their calls are moments at which memory may leave."""
+        if _compile_is_used():
+            return ()
+        above = dict.fromkeys(module for modules in self._above.values() for module in modules)
+        beside = dict.fromkeys(child for module in above for child in module.children() if child not in above)
+        landmarks = [module for module in beside if module not in set(hooked.values())]
+        return tuple(
+            module.register_forward_pre_hook(ModuleHook(partial(self._pass_by, number)))
+            for number, module in enumerate(landmarks)
+        )
+
+    def _pass_by(self, number: int, *_: Any) -> None:
+        if torch.is_grad_enabled() and not _in_backward():
+            self._offloader.pass_by(number)
+
     def _unhook_compiled(self) -> None:
         """Says which modules are compiled away, and unhooks them: compiled code would be compiled anew for each.
 
@@ -98,6 +115,7 @@ class ModuleHooks:
         """
         lost = tuple(name for name in self._handles if _is_compiled_away(self._above[name]))
         if lost:
+            _remove(self._landmarks)
             for name in lost:
                 _remove(self._handles.pop(name))
                 del self._above[name]

@@ -82,7 +82,7 @@ class SimulatedStreams:
             self.waited_ms += waited_ms
 
     def reached(self, fence: Fence) -> bool:
-        return True
+        return bool(fence.event <= self.host_ms)
 
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return float(end.event - begin.event)

@@ -19,7 +19,7 @@ LAYERS = {
     3: "scope",
     2: "saved parcel",
     1: "selection eligibility transfer pool recorder tuner",
-    0: "schedule order plan planner simulation config layout stats streams errors arena host_limit",
+    0: "schedule order plan planner simulation reads config layout stats streams errors arena host_limit",
 }
 BESIDE = {
     "run": {"api"},
@@ -30,6 +30,7 @@ BESIDE = {
     "tuner": {"recorder"},
     "planner": {"plan", "simulation"},
     "simulation": {"plan"},
+    "reads": {"plan"},
     "schedule": {"order", "plan"},
     "order": {"plan"},
     "config": {"errors"},
