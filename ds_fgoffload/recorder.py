@@ -5,7 +5,6 @@ Events are queued on the streams as the round goes, and read when the device has
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from ds_fgoffload.simulation import Passed, Recording
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Fence, Streams
 
-READ_WAIT_MS = 0.3
-"""A read that keeps the host for less does no harm."""
 SMALLEST_TIMED_BYTES = 1 << 20
 """Smaller copies say more of the start of a copy than of the link's rate."""
 
@@ -34,9 +31,6 @@ class _Mark(NamedTuple):
     size_bytes: int
     away_bytes: int
     fence: Fence
-    host_ms: float
-    caught_up: bool
-    """Whether the device had passed the mark before."""
     memory_bytes: int
 
 
@@ -86,23 +80,34 @@ class Recorder:
         self._over: deque[_Round] = deque()
         self._rates: dict[Direction, float] = {}
         self._reads = Reads()
-        self.measure_memory = False
-        """Whether the device's allocated memory is asked for at each moment, which costs the host some time."""
+        self._after_reads: set[Moment] = set()
+        self._reads_before = 0
+        self._measures = False
+
+    def measure(self, *, measure: bool) -> None:
+        """Whether memory is asked for at each moment and reads are looked out for, which takes the host some time."""
+        if measure != self._measures:
+            self._measures = measure
+            self._streams.watch_reads(watch=measure)
+            self._reads_before = self._streams.reads()
 
     def round_began(self, points: Points | None) -> None:
         if self._round.marks:
-            self._round.peak_bytes = self._streams.peak_allocated_bytes() if self.measure_memory else 0
+            self._round.peak_bytes = self._streams.peak_allocated_bytes() if self._measures else 0
             self._over.append(self._round)
         self._round = _Round(points)
 
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
         fence = self._streams.fence(self._compute())
         assert fence is not None
-        marks = self._round.marks
-        caught_up = not marks or self._streams.reached(marks[-1].fence)
-        memory_bytes = self._streams.allocated_bytes() if self.measure_memory else 0
-        host_ms = time.perf_counter_ns() / 1e6
-        marks.append(_Mark(moment, size_bytes, away_bytes, fence, host_ms, caught_up, memory_bytes))
+        memory_bytes = 0
+        if self._measures:
+            memory_bytes = self._streams.allocated_bytes()
+            reads = self._streams.reads()
+            if reads != self._reads_before:
+                self._reads_before = reads
+                self._after_reads.add(moment)
+        self._round.marks.append(_Mark(moment, size_bytes, away_bytes, fence, memory_bytes))
 
     def held(self, place: Place) -> None:
         self._round.held.add(place)
@@ -178,7 +183,7 @@ class Recorder:
         for position, mark in enumerate(over.marks):
             taken_out_ms += stalled_ms[position]
             read = None
-            if position and _host_waited(over.marks[position - 1], mark):
+            if position and mark.moment in self._after_reads:
                 begin_ms = at_ms[position - 1] + stalled_ms[position]
                 read = self._reads.seen(mark.moment, begin_ms, at_ms[position], ends_ms)
                 taken_out_ms += read.waited_ms
@@ -191,11 +196,6 @@ class Recorder:
         d2h, h2d = (self._rates.get(direction, max(self._rates.values(), default=0.0)) for direction in Direction)
         waited_ms = sum(stalled_ms) + reads_waited_ms
         return Recording(passed, d2h, h2d, frozenset(over.held), waited_ms, guessed)
-
-
-def _host_waited(before: _Mark, mark: _Mark) -> bool:
-    """Whether the host, which was ahead of the device, let it catch up."""
-    return mark.caught_up and not before.caught_up and mark.host_ms - before.host_ms > READ_WAIT_MS
 
 
 def _last_fences(over: _Round) -> list[Fence]:

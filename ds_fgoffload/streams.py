@@ -8,8 +8,9 @@ when :meth:`Streams.copy` returns.
 from __future__ import annotations
 
 import threading
+import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -62,6 +63,12 @@ class Streams(Protocol):
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         """Time on the device from ``begin`` to ``end``, which may be the earlier; both have been reached."""
 
+    def watch_reads(self, *, watch: bool) -> None:
+        """From now on blocking reads of the device by the host are counted, or no longer."""
+
+    def reads(self) -> int:
+        """How many there were while they were watched."""
+
     def allocated_bytes(self) -> int:
         """Device memory in use by tensors of this process, in the order of the calls."""
 
@@ -108,6 +115,12 @@ class SynchronousStreams:
 
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return 0.0
+
+    def watch_reads(self, *, watch: bool) -> None:
+        pass
+
+    def reads(self) -> int:
+        return 0
 
     def allocated_bytes(self) -> int:
         return 0
@@ -180,7 +193,17 @@ class AcceleratorStreams:
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return float(begin.event.elapsed_time(end.event))
 
+    def watch_reads(self, *, watch: bool) -> None:
+        if self.device.type == "cuda":
+            _cuda_reads.watch(self, watch=watch)
+
+    def reads(self) -> int:
+        return _cuda_reads.count
+
     def allocated_bytes(self) -> int:
+        if self.device.type == "cuda":  # the same, without a flat dictionary of all that the allocator counts
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
         return int(get_accelerator().memory_allocated(self.device.index))
 
     def peak_allocated_bytes(self) -> int:
@@ -199,6 +222,45 @@ class AcceleratorStreams:
     def allocate(self, stream: Any, size_bytes: int) -> torch.Tensor:
         with self.on(stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+
+class _CudaReads:
+    """Counts blocking reads: torch warns of each on request (``torch.cuda.set_sync_debug_mode``)."""
+
+    _message = "called a synchronizing CUDA operation"
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watchers: set[int] = set()
+        self._show = warnings.showwarning
+
+    def watch(self, watcher: object, *, watch: bool) -> None:
+        before = bool(self._watchers)
+        (self._watchers.add if watch else self._watchers.discard)(id(watcher))
+        if before == bool(self._watchers):
+            return
+        if not before and torch.cuda.get_sync_debug_mode() == 0:  # else the user is looking for them
+            torch.cuda.set_sync_debug_mode("warn")
+            warnings.filterwarnings("always", self._message)
+            self._show, warnings.showwarning = warnings.showwarning, self._shown
+        elif before and warnings.showwarning == self._shown:
+            torch.cuda.set_sync_debug_mode("default")
+            warnings.showwarning = self._show
+            filters = cast("list[Any]", warnings.filters)
+            filters[:] = [entry for entry in filters if not _is_filter_of(entry, self._message)]
+
+    def _shown(self, message: Warning | str, *rest: Any, **more: Any) -> None:
+        if str(message).startswith(self._message):
+            self.count += 1
+        else:
+            self._show(message, *rest, **more)
+
+
+def _is_filter_of(entry: Any, message: str) -> bool:
+    return entry[1] is not None and getattr(entry[1], "pattern", entry[1]) == message
+
+
+_cuda_reads = _CudaReads()
 
 
 def accelerator_device() -> torch.device:

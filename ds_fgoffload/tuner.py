@@ -23,11 +23,13 @@ FITS = 0.05
 """Rounds fit a plan if their length differs by no more than this from the one recorded."""
 BEARABLE_STALL = 0.002
 """Time that compute may wait unforeseen, as a fraction of the round."""
-MOST_CAUTION = 2.0
+MORE_CAUTION = 1.03
+MOST_CAUTION = 1.5
+"""How much slower than measured copies are taken to be: a little, and more each time that compute had to wait."""
 PLANS_AT_ONCE = 6
 """Plans that are made as soon as the last does not fit; after that, each must hold twice as many rounds."""
-MEMORY_ROUNDS = 12
-"""Rounds in which memory is measured even if the plan seems good."""
+MEASURED_ROUNDS = 12
+"""Rounds in which memory and reads are looked at even if the plan seems good."""
 ROOM = 0.92
 """Of the device's memory; the rest goes to what the allocator cannot use."""
 
@@ -43,12 +45,13 @@ class Tuner:
     def __init__(self, wish: Wish | None, recorder: Recorder) -> None:
         self._wish = wish
         self._recorder = recorder
-        self._recorder.measure_memory = wish is not None and not wish.everything
+        self._recorder.measure(measure=wish is not None and not wish.everything)
         self._news: deque[Recorded] = deque()
         self._last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
         self._length_ms = 0.0
         self._guessed = False
-        self._caution = 1.0
+        self._caution = MORE_CAUTION
+        self._too_bold = False
         self._rounds = 0
         self._plans = 0
         self._not_before = 0
@@ -75,8 +78,8 @@ class Tuner:
         if self._last and not recorded.recording.is_like(self._last[-1].recording):
             self._last.clear()
         self._last.append(recorded)
-        if self._rounds > MEMORY_ROUNDS:
-            self._recorder.measure_memory = False
+        if self._rounds > MEASURED_ROUNDS:
+            self._recorder.measure(measure=False)
         if len(self._last) < LAST_ROUNDS:
             return
         if self.forecast is not None and self._fits(self.forecast):
@@ -98,16 +101,17 @@ class Tuner:
         if abs(length_ms - self._length_ms) > FITS * self._length_ms:
             return False
         stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
-        if points.within_window or stalled_ms <= forecast.stalled_ms + BEARABLE_STALL * length_ms:
-            return True  # what a window costs, no plan can help
-        self._caution = min(MOST_CAUTION, self._caution * 1.2)
-        return False
+        self._too_bold = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * length_ms
+        return points.within_window or not self._too_bold  # what a window costs, no plan can help
 
     def _plan(self, wish: Wish) -> None:
         usable = [recorded for recorded in self._last if recorded.with_memory or wish.everything]
         if not usable:
-            self._recorder.measure_memory = True
+            self._recorder.measure(measure=True)
             return
+        if self._too_bold:
+            self._caution = min(MOST_CAUTION, self._caution * MORE_CAUTION)
+            self._too_bold = False
         usable.sort(key=lambda recorded: recorded.recording.length_ms)
         recorded = usable[len(usable) // 2]
         if not wish.everything:

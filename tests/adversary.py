@@ -169,6 +169,12 @@ class AdversarialStreams:
         """Anything: what is planned by these times is advice."""
         return end.event.at_ms() - begin.event.at_ms() + self._random.random()
 
+    def watch_reads(self, *, watch: bool) -> None:
+        pass
+
+    def reads(self) -> int:
+        return self._random.randrange(3)
+
     def allocated_bytes(self) -> int:
         return self._random.randrange(1 << 14)
 
