@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.on_time --seconds 420`` measures the DeepSeek-V3-shaped stack, ``--reads also`` a second time
 with a blocking read in every router, ``--model llama8b`` a dense stack. ``--modes`` takes names or globs of those in
-``benchmarks.modes``; ``--setting 'name={"max_overhead": 0.02}'`` adds a mode of ours. ``--steps 200`` runs many steps
-instead of rounds and tells the peak of every 20. A mode that fails is recorded with its error. The file of results is
-written after every mode.
+``benchmarks.settings``; ``--setting 'name={"max_overhead": 0.02}'`` adds a mode of ours. ``--steps 200`` runs many
+steps instead of rounds and tells the peak of every 20. A mode that fails is recorded with its error. The file of
+results is written after every mode.
 
 Protocol: a mode is opened and warmed up (ours learns meanwhile), the allocator's cache is emptied once, one more step,
 the peaks are reset, then steps are timed on the device. Every round goes through all modes. In the first, each
@@ -26,7 +26,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_fgoffload
-from benchmarks import deepseek, modes
+from benchmarks import deepseek, modes, settings
 from benchmarks.decoder import Decoder, DecoderShape
 from benchmarks.measure import (
     GIB,
@@ -52,7 +52,7 @@ STEPS_PER_PEAK = 20
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(modes.SELECTED), default="deepseek")
+    parser.add_argument("--model", choices=sorted(settings.SELECTED), default="deepseek")
     parser.add_argument("--modes", nargs="+", default=[], help="names or globs; default: all but the slowest")
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=JSON", help="one more section of ours")
     parser.add_argument("--reads", choices=sorted(READS), default="no", help="a blocking read in every router")
@@ -93,16 +93,16 @@ def build(arguments: argparse.Namespace) -> modes.Job:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     length = 64 if arguments.tiny else arguments.length
-    return modes.Job(
-        arguments.model, model, torch.randint(0, shape.vocabulary, (1, length), device=device), arguments.tiny
-    )
+    tokens = torch.randint(0, shape.vocabulary, (1, length), device=device)
+    return modes.Job(arguments.model, model, tokens, settings.SELECTED[arguments.model], arguments.tiny)
 
 
 class Comparison:
     """Runs modes on one job and keeps what was measured, by the mode's key: its name, and whether routers read."""
 
-    def __init__(self, job: modes.Job, arguments: argparse.Namespace) -> None:
+    def __init__(self, job: modes.Job, arguments: argparse.Namespace, chosen: list[modes.Mode]) -> None:
         self.job = job
+        self.chosen = chosen
         self.arguments = arguments
         self.until_s = time.monotonic() + arguments.seconds
         self.rounds: dict[str, list[Steps]] = {}
@@ -111,11 +111,11 @@ class Comparison:
         self.not_run: dict[str, str] = {}
         self.longest_s: dict[str, float] = {}
 
-    def run_all(self, chosen: list[modes.Mode]) -> None:
+    def run_all(self) -> None:
         """All rounds, as far as the time goes."""
         for round_ in range(1 if self.arguments.steps else self.arguments.rounds):
             for reads in READS[self.arguments.reads]:
-                for mode in chosen:
+                for mode in self.chosen:
                     self._run_if_possible(mode, reads, round_)
 
     def _run_if_possible(self, mode: modes.Mode, reads: bool, round_: int) -> None:
@@ -243,10 +243,12 @@ class Comparison:
         return {
             "arguments": vars(self.arguments),
             "parameters": sum(p.numel() for p in self.job.model.parameters()),
-            "selected": modes.SELECTED[self.job.kind],
+            "selected": list(self.job.selected),
             "parameters_and_gradients_gib": self._static_bytes() / GIB,
             "activations_gib": self._activations_gib(rows),
             "modes": rows,
+            "labels": {name: mode.label for name, mode in settings.table().items()},
+            "sections": {mode.name: mode.section for mode in self.chosen if mode.section is not None},
             "failed": self.failed,
             "not_run": {key: why for key, why in self.not_run.items() if key not in self.failed},
         }
@@ -294,13 +296,13 @@ def stalls(attachment: ds_fgoffload.Attachment | None) -> Iterator[Stalls | None
 
 def choose(arguments: argparse.Namespace) -> list[modes.Mode]:
     """The modes to run, in the table's order; plain training always, since all else is compared with it."""
-    sections = dict(modes.OURS)
+    sections = dict(settings.OURS)
     for setting in arguments.setting:
         name, _, section = setting.partition("=")
         sections[name] = json.loads(section)
-    available = modes.table(sections)
+    available = settings.table(sections)
     if not arguments.modes:
-        return [mode for name, mode in available.items() if name not in modes.OPTIONAL]
+        return [mode for name, mode in available.items() if name not in settings.OPTIONAL]
     wanted = {
         name for pattern in ["plain", *arguments.modes] for name in available if fnmatch.fnmatchcase(name, pattern)
     }
@@ -312,8 +314,9 @@ def choose(arguments: argparse.Namespace) -> list[modes.Mode]:
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
     arguments = parse(given)
-    comparison = Comparison(build(arguments), arguments)
-    comparison.run_all(choose(arguments))
+    chosen = choose(arguments)
+    comparison = Comparison(build(arguments), arguments, chosen)
+    comparison.run_all()
     figures = comparison.figures()
     save(arguments.name, figures)
     for key, row in figures["modes"].items():
