@@ -48,6 +48,14 @@ from ds_fgoffload.streams import unpin_unused_host
 
 READS = {"no": (False,), "only": (True,), "also": (False, True)}
 STEPS_PER_PEAK = 20
+SHOWN = (
+    *("step_ms_median", "step_ms_min", "step_ms_max", "added_time", "max_reserved_gib", "freed_reserved_gib"),
+    *("max_allocated_gib", "freed_allocated_gib", "moved_gib", "stalled_ms", "stalled_share", "pinned_gib"),
+)
+TOLD = (
+    *("per_step", "losses_equal", "gradients_equal", "look_closer_failed"),
+    *("max_reserved_gib_per_20_steps", "counts", "planned_gib"),
+)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -320,7 +328,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     figures = comparison.figures()
     save(arguments.name, figures)
     for key, row in figures["modes"].items():
-        print(key, {k: v for k, v in row.items() if k not in ("rounds", "losses")})
+        print(f"{key}:", ", ".join(f"{name} {row[name]:.3f}" for name in SHOWN if row.get(name) is not None))
+        print("   ", {name: row[name] for name in TOLD if name in row})
     print("failed", figures["failed"])
     print("not run", figures["not_run"])
     return figures

@@ -29,7 +29,14 @@ OURS: dict[str, dict[str, Any]] = {
 }
 """Sections of ours by the mode's name; ``modules`` are SELECTED unless a section has its own."""
 
+SEVERAL_GPUS: dict[str, dict[str, Any]] = {
+    "almost free": {"max_overhead": 0.01, "release_pipeline_buffers": True},
+    "everything": {"policy": "all", "release_pipeline_buffers": True},
+}
+"""Sections that ``benchmarks.two_gpus`` compares, to which the same modules are added."""
+
 LEARNING_STEPS = 8
+"""Steps before those that are timed, in which ours may learn."""
 
 OTHERS = (
     Mode("megatron", "Megatron-Core, the same modules", megatron, 3, needs_gpu=True),

@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import deepseek, megatron, modes, on_time, settings
+from benchmarks import deepseek, measure, megatron, modes, on_time, settings, tables
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small products are faster so, the more so where other tests run beside these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=sorted(settings.SELECTED))
@@ -122,6 +131,21 @@ class Events:
         pass
 
 
+def torch_with(**others):
+    """All of torch for one module alone, some of it replaced; without a GPU nothing can be page-locked."""
+
+    def unpinned(function):
+        def call(*arguments, pin_memory=False, **options):
+            return function(*arguments, **options)
+
+        return call
+
+    names = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
+    return SimpleNamespace(
+        **{**names, "empty": unpinned(torch.empty), "empty_like": unpinned(torch.empty_like), **others}
+    )
+
+
 @pytest.fixture
 def megatron_on_cpu(monkeypatch):
     """Megatron's manager with its tensors on the CPU, and what it copies."""
@@ -129,7 +153,6 @@ def megatron_on_cpu(monkeypatch):
         package = megatron.load()
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
-    names = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
     cuda = SimpleNamespace(
         Stream=Events,
         Event=lambda **_: Events(),
@@ -137,11 +160,7 @@ def megatron_on_cpu(monkeypatch):
         current_stream=Events,
         is_available=lambda: False,
     )
-
-    def empty(*size, pin_memory=False, **options):
-        return torch.empty(*size, **options)
-
-    package.torch = SimpleNamespace(**{**names, "cuda": cuda, "empty": empty})
+    package.torch = torch_with(cuda=cuda)
     copied = Counter()
     handler = package.ChunkOffloadHandler
     offload = handler.offload
@@ -179,3 +198,105 @@ def test_megatron_trains_the_same_and_copies_what_the_selected_modules_save(job,
                 assert 0 < megatron_on_cpu["bytes"] < saved_bytes
     assert all(not hasattr(p, "_do_not_offload") for p in job.model.parameters())
     assert torch.equal(job.step(), loss)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, monkeypatch, whole):
+    pytest.importorskip("trl")
+    package = modes.trl_activation_offloading()
+    streams = SimpleNamespace(Stream=Events, stream=lambda _: contextlib.nullcontext(), current_stream=Events)
+    package.torch = torch_with(
+        accelerator=SimpleNamespace(current_accelerator=lambda: torch.device("cpu")),
+        get_device_module=lambda _: streams,
+    )
+    packed = []
+    manager = package.OffloadActivations
+
+    class Watched(manager):
+        def __init__(self):
+            super().__init__()
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (packed.append(tensor.nbytes), pack(tensor))[1]
+
+    monkeypatch.setattr(package, "OffloadActivations", Watched)
+    monkeypatch.setattr(modes, "trl_activation_offloading", lambda: package)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    loss, expected = job.step(), gradients(job)
+    counts = []
+    with modes.trl(job, whole=whole) as run:
+        for _ in range(2):
+            packed.clear()
+            assert torch.equal(run.step(), loss)
+            assert all(torch.equal(a, b) for a, b in zip(gradients(job), expected, strict=True))
+            counts.append(len(packed))
+    per_layer = counts[0] / len(job.model.layers)
+    assert counts[0] == counts[1]
+    assert per_layer > 30 if whole else 0 < per_layer < 30
+
+
+class TestTheScript:
+    @pytest.fixture
+    def results(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("OUT", str(tmp_path))
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        return tmp_path
+
+    def run(self, *arguments):
+        return on_time.main(["--tiny", "--warmup", "1", "--repeats", "2", "--rounds", "2", *arguments])
+
+    def test_a_mode_that_fails_is_recorded_and_the_others_go_on(self, results, capsys):
+        chosen = ("--modes", "ours e*", "ours b*", "recompute", "trl", "--setting", 'ours bad={"moduls": []}')
+        figures = self.run("--reads", "also", *chosen)
+        assert tables.load("on_time_deepseek")["failed"] == figures["failed"]
+        figures = tables.load("on_time_deepseek")
+        names = {"plain", "ours everything", "recompute"}
+        assert figures["modes"].keys() == names | {f"{name}, reads" for name in names}
+        assert figures["failed"].keys() == {"ours bad", "ours bad, reads"}
+        assert "moduls" in figures["failed"]["ours bad"]
+        assert figures["not_run"].keys() == {"trl", "trl, reads"}
+        for mode in figures["modes"].values():
+            assert len(mode["rounds"]) == 2
+            assert mode["losses_equal"]
+            assert mode["gradients_equal"]
+            assert "look_closer_failed" not in mode
+        assert figures["modes"]["ours everything"]["per_step"]["offloaded_bytes"] > 0
+
+        without = "\n".join(tables.on_time(figures))
+        assert without.count("\n| ") == 5  # the head, three modes, one that failed
+        assert "failed: OffloadConfigError" in without
+        assert tables.more().count("a blocking read in every router") == 1
+
+    def test_what_there_is_no_time_for_is_not_run(self, results):
+        figures = self.run("--seconds", "0", "--modes", "recompute")
+        assert figures["modes"] == {}
+        assert figures["not_run"].keys() == {"plain", "recompute"}
+
+    def test_many_steps_tell_the_peak_of_every_20(self, results):
+        figures = self.run("--steps", "25", "--modes", "ours everything")
+        row = figures["modes"]["ours everything"]
+        assert row["steps"] == 25
+        assert len(row["max_reserved_gib_per_20_steps"]) == 2
+        assert row["counts"]["offloaded_bytes"] > 0
+        assert "| 25 |" in "\n".join(tables.steps(figures))
+
+    def test_the_plot_is_drawn(self, results):
+        pytest.importorskip("matplotlib")
+        from benchmarks import plot
+
+        numbers = {"added_time": 0.3, "freed_reserved_gib": 2.0}
+        figures = {"modes": dict.fromkeys(("plain", "ours everything", "recompute", "recompute, reads"), numbers)}
+        assert [name for _, name, _, _ in plot.points(figures)] == ["ours everything", "recompute"]
+        plot.draw(figures, results / "one.svg")
+        plot.draw(figures, results / "two.svg")
+        assert "ours everything" in (results / "one.svg").read_text()
+        assert (results / "one.svg").read_bytes() == (results / "two.svg").read_bytes()
+
+
+def test_equal_gradients_have_equal_sums_and_others_do_not():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8).bfloat16()
+    model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+    first = measure.gradient_sums(model)
+    assert measure.gradient_sums(model) == first
+    model.weight.grad.view(torch.int16)[3, 3] ^= 1
+    assert measure.gradient_sums(model) != first
