@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -228,7 +229,7 @@ def save(name: str, figures: dict[str, Any]) -> None:
         "benchmark": name,
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "commit": os.environ.get("COMMIT") or _commit(),
-        "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": "python -m " + shlex.join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "deepspeed": deepspeed.__version__},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),

@@ -53,8 +53,8 @@ SHOWN = (
     *("max_allocated_gib", "freed_allocated_gib", "moved_gib", "stalled_ms", "stalled_share", "pinned_gib"),
 )
 TOLD = (
-    *("per_step", "losses_equal", "gradients_equal", "look_closer_failed"),
-    *("max_reserved_gib_per_20_steps", "counts", "planned_gib"),
+    *("per_step", "losses_equal", "gradients_equal", "find_pinned failed", "find_moved failed"),
+    *("find_gradients failed", "max_reserved_gib_per_20_steps", "counts", "planned_gib"),
 )
 
 
@@ -123,7 +123,8 @@ class Comparison:
         """All rounds, as far as the time goes."""
         for round_ in range(1 if self.arguments.steps else self.arguments.rounds):
             for reads in READS[self.arguments.reads]:
-                for mode in self.chosen:
+                # each second round the other way round, so that what changes with time falls on all alike
+                for mode in self.chosen if round_ % 2 == 0 else reversed(self.chosen):
                     self._run_if_possible(mode, reads, round_)
 
     def _run_if_possible(self, mode: modes.Mode, reads: bool, round_: int) -> None:
@@ -166,38 +167,25 @@ class Comparison:
                 facts = self._run_many(run, warmup)
                 self.facts[key] = facts
                 return
-            before = counts(run)
             steps = run_steps(run.step, warmup=warmup, repeats=self.arguments.repeats, until_s=self.until_s)
-            pinned = pinned_of(run)
             self.rounds.setdefault(key, []).append(steps)
             if first:
-                facts = self.facts[key] = {"pinned_gib": pinned / GIB}
-                facts["counts_while_learning"] = before and difference(before, counts(run))
-                self._look_closer(run, facts)
-                facts.update(run.facts)
+                self.facts[key] = self._facts(run)
 
-    def _look_closer(self, run: modes.Run, facts: dict[str, Any]) -> None:
-        """Steps that are not timed; what cannot be found out is told, and what was measured stands."""
-        try:
-            if run.attachment is None:
-                with BytesToHost() as copied:
-                    run.step()
-                facts["moved_gib"] = copied.total / GIB
-            else:
-                before = counts(run)
-                with stalls(run.attachment) as measured:
-                    milliseconds, _ = timed(run.step)
-                per_step = difference(before, counts(run))
-                facts["per_step"] = per_step
-                facts["moved_gib"] = per_step["offloaded_bytes"] / GIB
-                if measured is not None:
-                    facts["stalled_ms"] = measured.milliseconds()
-                    facts["step_ms_while_stalls_are_timed"] = milliseconds
-            with deterministic():
-                facts["deterministic_loss"] = float(run.step())
-                facts["gradient_sums"] = gradient_sums(self.job.model)
-        except Exception as error:  # noqa: BLE001 - as above
-            facts["look_closer_failed"] = f"{type(error).__name__}: {str(error)[:500]}"
+    def _facts(self, run: modes.Run) -> dict[str, Any]:
+        """What steps that are not timed can tell. What cannot be found out is told, too; what was measured stands."""
+        facts: dict[str, Any] = {}
+        for find_out in (find_pinned, find_moved, self._find_gradients):
+            try:
+                find_out(run, facts)
+            except Exception as error:  # noqa: BLE001 - as above
+                facts[f"{find_out.__name__.strip('_')} failed"] = f"{type(error).__name__}: {str(error)[:500]}"
+        return {**facts, **run.facts}
+
+    def _find_gradients(self, run: modes.Run, facts: dict[str, Any]) -> None:
+        with deterministic():
+            facts["deterministic_loss"] = float(run.step())
+        facts["gradient_sums"] = gradient_sums(self.job.model)
 
     def _run_many(self, run: modes.Run, warmup: int) -> dict[str, Any]:
         """Peak and times of every 20 steps."""
@@ -219,8 +207,8 @@ class Comparison:
             "steps": done,
             "max_reserved_gib_per_20_steps": [part.max_reserved_bytes / GIB for part in parts],
             "max_allocated_gib_per_20_steps": [part.max_allocated_bytes / GIB for part in parts],
-            "pinned_gib": pinned_of(run) / GIB,
         }
+        find_pinned(run, facts)
         if run.attachment is not None:
             facts["counts"] = difference(before, counts(run))
         if measured is not None:
@@ -252,6 +240,7 @@ class Comparison:
             "arguments": vars(self.arguments),
             "parameters": sum(p.numel() for p in self.job.model.parameters()),
             "selected": list(self.job.selected),
+            "saved_mib_of_a_layer_by_hand": self._saved_by_hand(),
             "parameters_and_gradients_gib": self._static_bytes() / GIB,
             "activations_gib": self._activations_gib(rows),
             "modes": rows,
@@ -260,6 +249,10 @@ class Comparison:
             "failed": self.failed,
             "not_run": {key: why for key, why in self.not_run.items() if key not in self.failed},
         }
+
+    def _saved_by_hand(self) -> dict[str, float] | None:
+        shape = self.job.model.shape
+        return deepseek.saved_mib(shape, self.job.tokens.numel()) if isinstance(shape, deepseek.DeepSeekShape) else None
 
     def _static_bytes(self) -> int:
         return sum(2 * p.numel() * p.element_size() for p in self.job.model.parameters())
@@ -274,6 +267,29 @@ def key_of(mode: modes.Mode, reads: bool) -> str:
     return f"{mode.name}, reads" if reads else mode.name
 
 
+def find_pinned(run: modes.Run, facts: dict[str, Any]) -> None:
+    """Page-locked memory of ours, or of whoever pins through torch."""
+    pinned = pinned_bytes() if run.attachment is None else ds_fgoffload.host_pool().stats().pinned_bytes
+    facts["pinned_gib"] = pinned / GIB
+
+
+def find_moved(run: modes.Run, facts: dict[str, Any]) -> None:
+    """What a step moves to the host, and for ours all that it counts and how long compute waits for copies."""
+    if run.attachment is None:
+        with BytesToHost() as copied:
+            run.step()
+        facts["moved_gib"] = copied.total / GIB
+        return
+    before = counts(run)
+    with stalls(run.attachment) as measured:
+        milliseconds, _ = timed(run.step)
+    facts["per_step"] = difference(before, counts(run))
+    facts["moved_gib"] = facts["per_step"]["offloaded_bytes"] / GIB
+    if measured is not None:
+        facts["stalled_ms"] = measured.milliseconds()
+        facts["step_ms_while_stalls_are_timed"] = milliseconds
+
+
 def counts(run: modes.Run) -> dict[str, float]:
     """Every number that ours has counted so far."""
     if run.attachment is None:
@@ -283,13 +299,6 @@ def counts(run: modes.Run) -> dict[str, float]:
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     return {key: value - before.get(key, 0) for key, value in after.items()}
-
-
-def pinned_of(run: modes.Run) -> int:
-    """Page-locked bytes of ours, or of whoever pins through torch."""
-    if run.attachment is not None:
-        return ds_fgoffload.host_pool().stats().pinned_bytes
-    return pinned_bytes()
 
 
 @contextlib.contextmanager
