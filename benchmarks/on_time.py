@@ -19,8 +19,8 @@ import fnmatch
 import gc
 import json
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -46,6 +46,7 @@ from benchmarks.measure import (
 )
 from ds_fgoffload.streams import unpin_unused_host
 
+FindOut: TypeAlias = Callable[[modes.Run, dict[str, Any]], None]
 READS = {"no": (False,), "only": (True,), "also": (False, True)}
 STEPS_PER_PEAK = 20
 SHOWN = (
@@ -176,11 +177,14 @@ class Comparison:
         """What steps that are not timed can tell. What cannot be found out is told, too; what was measured stands."""
         facts: dict[str, Any] = {}
         for find_out in (find_pinned, find_moved, self._find_gradients):
-            try:
-                find_out(run, facts)
-            except Exception as error:  # noqa: BLE001 - as above
-                facts[f"{find_out.__name__.strip('_')} failed"] = f"{type(error).__name__}: {str(error)[:500]}"
+            self._find_if_possible(find_out, run, facts)
         return {**facts, **run.facts}
+
+    def _find_if_possible(self, find_out: FindOut, run: modes.Run, facts: dict[str, Any]) -> None:
+        try:
+            find_out(run, facts)
+        except Exception as error:  # noqa: BLE001 - as above
+            facts[f"{find_out.__name__.strip('_')} failed"] = f"{type(error).__name__}: {str(error)[:500]}"
 
     def _find_gradients(self, run: modes.Run, facts: dict[str, Any]) -> None:
         with deterministic():

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.tables import PLOT, READS, ROOT, load
 
 GREY = "#8b949e"  # stands out from white and from black
-COLOURS = {"ours": "#2da44e", "megatron": "#bf8700", "others": "#8250df"}
+TICKS = (0, 2, 5, 10, 20, 50, 200, 1000)
+OFFSETS = (0, 14, -14, 28, -28)
+COLOURS = {"ours": "#2da44e", "megatron": "#bf8700", "others": "#a371f7"}
 
 
 def points(figures: dict[str, Any]) -> list[tuple[str, str, float, float]]:
@@ -25,6 +28,22 @@ def points(figures: dict[str, Any]) -> list[tuple[str, str, float, float]]:
     return found
 
 
+def label(axes: Axes, found: list[tuple[str, str, float, float]]) -> None:
+    """Writes the names beside the points, each where none has been written yet."""
+    dots = [axes.transData.transform(point[2:]) for point in found]
+    taken = [(x - 6, x + 6, y) for x, y in dots]  # left, right and height
+    for kind, name, added, freed in sorted(found, key=lambda point: point[2:]):
+        x, y = axes.transData.transform((added, freed))
+        left, right = x + 7, x + 7 + 7 * len(name)
+        free = (
+            dy for dy in OFFSETS if all(right < a or left > b or abs(y + dy - height) > 13 for a, b, height in taken)
+        )
+        dy = next(free, OFFSETS[0])
+        taken.append((left, right, y + dy))
+        offset = (7, dy * 0.72 - 3)  # dots in points
+        axes.annotate(name, (added, freed), offset, textcoords="offset points", color=COLOURS[kind], fontsize=9)
+
+
 def draw(figures: dict[str, Any], path: Path) -> None:
     """One point a mode; time on a scale that is linear up to 10% and logarithmic from there."""
     settings = {
@@ -36,12 +55,14 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     with mpl.rc_context(settings):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        for kind, name, added, freed in points(figures):
-            colour = COLOURS[kind]
-            axes.scatter(added, freed, color=colour, s=45, zorder=3)
-            axes.annotate(name, (added, freed), (6, 5), textcoords="offset points", color=colour, fontsize=9)
+        found = points(figures)
+        for kind, _, added, freed in found:
+            axes.scatter(added, freed, color=COLOURS[kind], s=45, zorder=3)
         axes.set_xscale("symlog", linthresh=10, linscale=2)
-        axes.margins(x=0.12, y=0.12)
+        axes.margins(x=0.14, y=0.14)
+        axes.set_xticks([tick for tick in TICKS if tick <= 1.2 * max((added for *_, added, _ in found), default=0)])
+        axes.minorticks_off()
+        label(axes, found)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g}%")
         axes.set_xlabel("time added to the step")
         axes.set_ylabel("max reserved memory freed, GiB")

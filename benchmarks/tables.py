@@ -117,7 +117,11 @@ def on_time(figures: dict[str, Any], *, reads: bool = False) -> list[str]:
     """Ours beside everyone else, in one process."""
     arguments = figures["arguments"]
     modes = {name: mode for name, mode in figures["modes"].items() if name.endswith(READS) == reads}
-    failed = {name: why for name, why in figures["failed"].items() if name.endswith(READS) == reads}
+    failed = {
+        name: why
+        for name, why in figures["failed"].items()
+        if name.endswith(READS) == reads and name not in modes  # a mode that failed in a later round has figures
+    }
     with_reads = ", a blocking read in every router" if reads else ""
     return [
         f"**{STACKS[arguments['model']]}**, {figures['parameters'] / 1e9:.1f}B parameters, bf16, {arguments['length']} tokens, forward and backward, one {figures['device']}{with_reads}. Activations at the peak of plain training: {figures['activations_gib']:.1f} GiB. Offloaded: `{json.dumps(figures['selected'])}`.",
