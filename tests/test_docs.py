@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
 from ds_fgoffload.config import SECTION, find_section, parse_config
 
 ROOT = Path(__file__).parents[1]
@@ -52,3 +53,8 @@ def links():
 @pytest.mark.parametrize(("page", "target"), list(links()))
 def test_every_link_leads_somewhere(page, target):
     assert (page.parent / target).exists()
+
+
+@pytest.mark.parametrize("page", sorted(tables.PAGES))
+def test_tables_are_made_from_the_results(page):
+    assert tables.between_markers(page) == tables.PAGES[page](), "run: python -m benchmarks.tables"
