@@ -56,8 +56,8 @@ class Books:
         """Bytes that are free right below the address ``top``."""
         return self._arena.free_before(top)
 
-    def cut(self, slabs: list[Slab], most_bytes: int) -> tuple[list[Slab], tuple[Fence, ...]]:
-        """Takes away those of ``slabs`` that are wholly free, the last first, while they are at most ``most_bytes``.
+    def cut(self, slabs: list[Slab], excess_bytes: int) -> tuple[list[Slab], tuple[Fence, ...]]:
+        """Takes away those of ``slabs`` that are wholly free, the last first, until ``excess_bytes`` are gone.
 
         Returns them and the fences of their last uses.
         """
@@ -65,13 +65,13 @@ class Books:
         cut: list[Slab] = []
         fences: tuple[Fence, ...] = ()
         for slab in reversed(slabs):
-            if slab.size_bytes > most_bytes:
-                continue
+            if excess_bytes <= 0:
+                break
             free = self._arena.cut(slab.start, slab.end)
             if free is not None:
                 cut.append(slab)
                 fences += free.marks
-                most_bytes -= slab.size_bytes
+                excess_bytes -= slab.size_bytes
         self.recent_peak_bytes = self.leased_bytes
         return cut, latest(fences)
 

@@ -61,6 +61,7 @@ class Budget:
         """What it may always hold; beyond it, it borrows."""
         self._ledger = ledger
         self._node_limit_bytes: int | None = None
+        self._most_share_bytes = 0
         self.set(settings, held_bytes=0)
 
     def set(self, settings: HostPoolSettings, held_bytes: int) -> str:
@@ -72,17 +73,11 @@ class Budget:
         if most is None and node is None:
             node = (now.left_bytes + held_bytes + others_bytes) // 2
         lock = memlock_bytes() if settings.pin_memory and locks_through_mlock() else None
-        if node is None:
-            assert most is not None
-            limit = share = most
-        else:
-            share = node // ranks
-            limit = node if self._ledger is not None else share
-            if most is not None:
-                limit, share = min(limit, most), min(share, most)
-        if lock is not None and most is None:
-            limit, share = min(limit, lock), min(share, lock)
-        self.limit_bytes, self.share_bytes, self._node_limit_bytes = limit, share, node
+        bounds = [bound for bound in (most, node, lock if most is None else None) if bound is not None]
+        self._node_limit_bytes, self._most_share_bytes = node, min(bounds)
+        self._share_among(ranks)
+        self.limit_bytes = min(bounds) if self._ledger is not None else self.share_bytes
+        share, limit = self.share_bytes, self.limit_bytes
         locked = "" if lock is None else f"; ulimit -l is {mib(lock)}"
         return (
             f"this rank's share of host memory is {mib(share)}, and {mib(limit)} with what others leave: "
@@ -122,17 +117,22 @@ class Budget:
         if self._ledger is None:
             return False
         try:
-            others = self._ledger.publish(
-                leased_bytes=leased_bytes, limit_bytes=self.limit_bytes, share_bytes=self.share_bytes
-            )
+            others = self._ledger.publish(leased_bytes)
         except LedgerError:
             return False
+        self._share_among(max(local_ranks(), len(others) + 1))  # more may have come
         return held_bytes > self.share_bytes and any(row.wanted_bytes for row in others)
 
     def leave(self) -> None:
         """Takes this pool out of the ledger; it comes back with its next slab."""
         if self._ledger is not None:
             self._ledger.leave()
+
+    def _share_among(self, ranks: int) -> None:
+        node, most = self._node_limit_bytes, self._most_share_bytes
+        self.share_bytes = most if node is None else min(node // ranks, most)
+        if self._ledger is not None:
+            self._ledger.describe(limit_bytes=self.limit_bytes, share_bytes=self.share_bytes)
 
     def _others(self) -> list[NodeEntry]:
         if self._ledger is not None:

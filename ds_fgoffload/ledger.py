@@ -23,6 +23,8 @@ __all__ = ["Ledger", "LedgerError", "NodeEntry", "default_path", "read_node"]
 DIRECTORY_VARIABLE = "DS_FGOFFLOAD_LEDGER_DIR"
 """The environment variable that names the directory of the file, for nodes on which no usual one will do."""
 
+DIRECTORIES = ("/dev/shm", "/tmp", tempfile.gettempdir())  # noqa: S108 - links are not followed, owners are checked
+
 _pool_numbers = itertools.count(1)
 
 
@@ -74,9 +76,13 @@ class Ledger:
             self._write(file)
             return others_bytes if refused else None
 
-    def publish(self, *, leased_bytes: int, limit_bytes: int, share_bytes: int) -> list[NodeEntry]:
-        """Writes these figures; returns the rows of the others."""
-        self._mine = replace(self._mine, leased_bytes=leased_bytes, limit_bytes=limit_bytes, share_bytes=share_bytes)
+    def describe(self, *, limit_bytes: int, share_bytes: int) -> None:
+        """What the next write tells of this pool's bounds."""
+        self._mine = replace(self._mine, limit_bytes=limit_bytes, share_bytes=share_bytes)
+
+    def publish(self, leased_bytes: int) -> list[NodeEntry]:
+        """Writes what is on lease; returns the rows of the others."""
+        self._mine = replace(self._mine, leased_bytes=leased_bytes)
         with opened(self.path) as file:
             others = self._others(file)
             self._write(file)
@@ -135,7 +141,7 @@ def default_path() -> Path:
     """The file of this user: in shared memory, else in a temporary directory where such a file can be had."""
     name = f"ds_fgoffload-{os.geteuid()}.ledger"
     named = os.environ.get(DIRECTORY_VARIABLE)
-    directories = [named] if named else ["/dev/shm", "/tmp", tempfile.gettempdir()]  # noqa: S108 - O_NOFOLLOW, checked
+    directories = [named] if named else DIRECTORIES
     for directory in directories[:-1]:
         path = Path(directory, name)
         try:

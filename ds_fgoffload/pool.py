@@ -159,7 +159,7 @@ class HostPool:
         books, supply = self._books, self._supply
         with books.lock:
             books.drain()
-        self._stock.free_if_unused()
+        self._stock.free_if_unused(wait_s=1.0)
         with books.lock:
             return HostPoolStats(
                 pinned_bytes=supply.held_bytes,
@@ -180,7 +180,7 @@ class HostPool:
     def trim(self, keep_bytes: int = 0) -> int:
         """Gives slabs without leases back to the system, after their last uses (a host wait); returns their bytes.
 
-        It stops before less than ``keep_bytes`` are held.
+        It stops when ``keep_bytes`` or less are held.
         """
         return self._stock.free(keep_bytes)
 
@@ -203,7 +203,7 @@ class HostPool:
         if self._books.accounts:
             wanted = max(wanted, self._settings.preallocate_bytes)
         wanted = min(wanted, self._supply.budget.limit_bytes)
-        return wanted - held if time.monotonic() >= self._content_until_s else 0
+        return wanted - held if self._books.retains and time.monotonic() >= self._content_until_s else 0
 
     def _wake_keeper(self) -> None:
         if self._keeper is not None and (self._ahead_bytes() >= PAGE_BYTES or self._has_duties()):
@@ -229,6 +229,7 @@ class HostPool:
             )
         if is_idle:
             self.trim()
+        self._stock.free_if_unused()
         return HOUSEKEEPING_S if self._has_duties() else None
 
     def end(self) -> None:

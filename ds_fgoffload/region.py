@@ -75,7 +75,6 @@ class Region:
         address = memory.data_ptr()
         _advise(address, memory.numel(), _MADV_DONTFORK)  # a data loader's fork would copy every pinned page
         _advise(address, memory.numel(), _MADV_DONTDUMP)
-        _advise(address, memory.numel(), _MADV_HUGEPAGE)
         skipped = -address % HUGE_PAGE_BYTES
         return cls(base, memory[skipped : memory.numel() - HUGE_PAGE_BYTES + skipped])
 
@@ -96,6 +95,7 @@ class Region:
         """
         start = self.top
         address = self._address(start)
+        _advise(address, size_bytes, _MADV_HUGEPAGE)  # for the slab alone: no page may reach beyond it
         try:
             touch(address, size_bytes)
             registered = register_host(address, size_bytes) if pin else True

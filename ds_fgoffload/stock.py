@@ -47,13 +47,16 @@ class Stock:
             return self._grow(size_bytes, 0)
 
     def free(self, keep_bytes: int = 0) -> int:
-        """Gives slabs without leases back, after their last uses, but not below ``keep_bytes``; returns their bytes."""
+        """Gives slabs without leases back, after their last uses, until ``keep_bytes`` are held; returns their bytes."""
         with self.system:
             return self._free(keep_bytes)
 
-    def free_if_unused(self) -> None:
-        """Gives back what can be if there is no user; not if the system is being dealt with, since that may be here."""
-        if not self.books.retains and self.system.acquire(blocking=False):
+    def free_if_unused(self, wait_s: float = 0.0) -> None:
+        """Gives back what can be if there is no user; at the latest the keeper does.
+
+        A finalizer must not wait: its own thread may be dealing with the system.
+        """
+        if not self.books.retains and self.system.acquire(timeout=wait_s):
             try:
                 if self.supply.held_bytes:
                     self._free(0)

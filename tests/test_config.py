@@ -51,7 +51,16 @@ def test_defaults() -> None:
         "release_window_bytes": None,
         "prefetch_window_bytes": None,
         "release_pipeline_buffers": False,
-        "host_pool": {"max_bytes": None, "pin_memory": True, "on_full": "keep"},
+        "host_pool": {
+            "max_bytes": None,
+            "node_max_bytes": None,
+            "quota_bytes": None,
+            "preallocate_bytes": 0,
+            "pin_memory": True,
+            "on_pin_failure": "pageable",
+            "idle_trim_s": 120.0,
+            "on_full": "keep",
+        },
     }
 
 
