@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import resource
 from pathlib import Path
@@ -75,27 +77,35 @@ def cgroup_rooms(root: Path = Path("/")) -> list[Room]:
 
     File cache that is not in use counts as left: the kernel gives it up on demand.
     """
+    rooms = []
+    for here, (_, limit_name, usage_name, cache_name) in _cgroups(root):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((here / limit_name).read_text())  # "max" is no number: no limit
+            usage = int((here / usage_name).read_text())
+            fields = dict(field.split() for field in (here / "memory.stat").read_text().splitlines())
+            rooms.append(Room(max(0, limit - usage + int(fields.get(cache_name, 0))), limit, "the cgroup"))
+    return rooms
+
+
+@functools.cache
+def _cgroups(root: Path) -> list[tuple[Path, tuple[str, str, str, str]]]:
+    """The folders of the groups, and what their files are called. They are looked for once: the pool asks in a step."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    rooms = []
+    found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        mount, limit_name, usage_name, cache_name = V1 if controllers else V2
+        names = V1 if controllers else V2
         group = Path(path.lstrip("/"))
         for directory in (group, *group.parents):  # in a container the group's own path may not be there, its root is
-            here = root / "sys/fs/cgroup" / mount / directory
-            try:
-                limit = int((here / limit_name).read_text())  # "max" is no number: no limit
-                usage = int((here / usage_name).read_text())
-                fields = dict(field.split() for field in (here / "memory.stat").read_text().splitlines())
-                rooms.append(Room(max(0, limit - usage + int(fields.get(cache_name, 0))), limit, "the cgroup"))
-            except (OSError, ValueError):
-                continue
-    return rooms
+            here = root / "sys/fs/cgroup" / names[0] / directory
+            if (here / names[1]).exists():
+                found.append((here, names))
+    return found
 
 
 def _may_lock_any() -> bool:

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from deepspeed.utils import logger
 
-from ds_fgoffload.arena import LARGEST_SLAB_BYTES
 from ds_fgoffload.budget import Budget, HostPoolSettings
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.keeper import Keeper
@@ -189,7 +188,8 @@ class HostPool:
         self.trim()
         leased_bytes, held_bytes = self._books.leased_bytes, self._supply.held_bytes
         if not held_bytes:
-            self._supply.budget.leave()
+            with self._stock.system:
+                self._supply.budget.leave()
         if leased_bytes:
             raise OffloadStateError(
                 f"{leased_bytes} bytes of the host pool are leased at close(), {held_bytes} stay pinned for it: "
@@ -214,10 +214,11 @@ class HostPool:
 
     def _keep(self) -> float | None:
         """What the keeper does each time; returns in how many seconds the next time is, if there is to be one."""
-        while (ahead_bytes := self._ahead_bytes()) >= PAGE_BYTES:
-            if not self._stock.grow(min(ahead_bytes, LARGEST_SLAB_BYTES)):  # one by one: a lease may be waiting
-                self._content_until_s = time.monotonic() + HOUSEKEEPING_S
-        if self._supply.budget.publish(self._supply.held_bytes, self._books.leased_bytes):
+        while self._stock.grow(self._ahead_bytes):  # slab by slab: a lease may be waiting
+            pass
+        if self._ahead_bytes() >= PAGE_BYTES:
+            self._content_until_s = time.monotonic() + HOUSEKEEPING_S
+        if self._stock.publish():
             self.trim(keep_bytes=self._supply.budget.share_bytes)
         idle_s = self._settings.idle_trim_s
         with self._books.lock:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 
+from ds_fgoffload.arena import LARGEST_SLAB_BYTES
 from ds_fgoffload.books import Books
 from ds_fgoffload.lease import Account, Lease
+from ds_fgoffload.region import PAGE_BYTES
 from ds_fgoffload.supply import Supply
 
 
@@ -41,15 +44,22 @@ class Stock:
             account.refused_leases += lease is None
         return lease
 
-    def grow(self, size_bytes: int) -> bool:
-        """Adds a slab of about that size ahead of need; false if it is refused."""
+    def grow(self, wanted_bytes: Callable[[], int]) -> bool:
+        """Adds a slab ahead of need; false if nothing is wanted (asked while nobody else grows), or it is refused."""
         with self.system:
-            return self._grow(size_bytes, 0)
+            size_bytes = min(wanted_bytes(), LARGEST_SLAB_BYTES)
+            return size_bytes >= PAGE_BYTES and self._grow(size_bytes, 0)
 
     def free(self, keep_bytes: int = 0) -> int:
-        """Gives slabs without leases back, after their last uses, until ``keep_bytes`` are held; returns their bytes."""
+        """Gives free slabs back, after their last uses, until ``keep_bytes`` are held; returns their bytes."""
         with self.system:
             return self._free(keep_bytes)
+
+    def publish(self) -> bool:
+        """Tells the node what is on lease; returns whether someone wants back what this pool borrows."""
+        with self.system:
+            held_bytes = self.supply.held_bytes
+            return held_bytes > 0 and self.supply.budget.publish(held_bytes, self.books.leased_bytes)
 
     def free_if_unused(self, wait_s: float = 0.0) -> None:
         """Gives back what can be if there is no user; at the latest the keeper does.

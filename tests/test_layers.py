@@ -30,7 +30,7 @@ BESIDE = {
     "pool": {"budget", "keeper", "lease", "ledger", "pool_stats", "pool_user", "region", "stock", "supply"},
     "pool_user": {"budget", "lease", "pool_stats"},
     "pool_stats": {"lease"},
-    "stock": {"books", "lease", "supply"},
+    "stock": {"books", "lease", "region", "supply"},
     "books": {"lease", "region"},
     "supply": {"budget", "region"},
     "budget": {"ledger"},
