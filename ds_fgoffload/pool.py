@@ -214,9 +214,9 @@ class HostPool:
 
     def _keep(self) -> float | None:
         """What the keeper does each time; returns in how many seconds the next time is, if there is to be one."""
-        while self._stock.grow(self._ahead_bytes):  # slab by slab: a lease may be waiting
+        while grown := self._stock.grow(self._ahead_bytes):  # slab by slab: a lease may be waiting
             pass
-        if self._ahead_bytes() >= PAGE_BYTES:
+        if grown is None:
             self._content_until_s = time.monotonic() + HOUSEKEEPING_S
         if self._stock.publish():
             self.trim(keep_bytes=self._supply.budget.share_bytes)

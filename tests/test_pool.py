@@ -568,6 +568,30 @@ def test_the_keeper_takes_memory_ahead_of_need_and_no_more_than_that():
     pool.close()
 
 
+def test_the_keeper_rests_after_a_refusal_and_only_then():
+    system = System()
+    pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False), slab_bytes=4 * KIB, background=False)
+    system.stand_behind(pool)
+    lease = pool.lease(8 * MIB)
+    peaks = []
+
+    def grow_while_another_leases(wanted_bytes):
+        peaks.append(pool._books.recent_peak_bytes)
+        pool._books.recent_peak_bytes *= 2
+        return False
+
+    grow, pool._stock.grow = pool._stock.grow, grow_while_another_leases
+    pool._keep()
+    assert pool._ahead_bytes() > 0
+    pool._stock.grow = grow
+    system.largest = 0
+    pool._keep()
+    assert len(system.asked) == 2
+    assert pool._ahead_bytes() == 0
+    lease.give_back()
+    pool.close()
+
+
 def test_preallocation_happens_in_the_background_once_there_is_a_user():
     pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False, preallocate_bytes=8 * MIB), slab_bytes=4 * KIB)
     pool.add_user()
