@@ -23,7 +23,7 @@ from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
 from ds_fgoffload.plan import Act, Action, Plan, Site, Verb
 from ds_fgoffload.planner import Wish
-from ds_fgoffload.pool import HostPool
+from ds_fgoffload.pool import HostPool, PoolUser
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.schedule import Schedule
 from ds_fgoffload.scope import Scope
@@ -56,7 +56,7 @@ class Offloader:
         eligibility: Eligibility,
         plan: Plan,
         transfer: Transfer,
-        pool: HostPool,
+        pool: HostPool | PoolUser,
         *,
         raise_when_full: bool,
         wish: Wish | None = None,

@@ -18,8 +18,10 @@ LAYERS = {
     4: "offloader",
     3: "scope",
     2: "saved parcel",
-    1: "selection eligibility transfer pool recorder tuner",
-    0: "schedule order plan planner simulation reads config layout stats streams errors arena host_limit",
+    1: "selection eligibility transfer recorder tuner "
+    "pool pool_user pool_stats stock books lease supply budget ledger region",
+    0: "schedule order plan planner simulation reads config layout stats streams errors "
+    "arena host_limit ledger_file keeper",
 }
 BESIDE = {
     "run": {"api"},
@@ -31,6 +33,13 @@ BESIDE = {
     "planner": {"plan", "simulation"},
     "simulation": {"plan"},
     "reads": {"plan"},
+    "pool": {"budget", "keeper", "lease", "ledger", "pool_stats", "pool_user", "region", "stock", "supply"},
+    "pool_user": {"budget", "lease", "pool_stats"},
+    "pool_stats": {"lease"},
+    "stock": {"books", "lease", "region", "supply"},
+    "books": {"lease", "region"},
+    "supply": {"budget", "region"},
+    "budget": {"ledger"},
     "schedule": {"order", "plan"},
     "order": {"plan"},
     "config": {"errors"},
