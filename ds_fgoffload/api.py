@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_fgoffload import selection
@@ -19,6 +18,7 @@ from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section,
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.hooks import ModuleHooks
+from ds_fgoffload.messages import warn
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.pool import HostPoolSettings, host_pool
@@ -201,10 +201,12 @@ def _is_whole_ds_config(config: Mapping[str, Any]) -> bool:
 
 def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Selection:
     if not config.enabled:
-        logger.warning(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
+        warn(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
         return selection.Selection({}, {})
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
+    for note in chosen.notes:
+        warn(f"{SECTION}: {note}")
     return chosen
 
 

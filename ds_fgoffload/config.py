@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
-from deepspeed.utils import logger
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -33,6 +32,7 @@ from pydantic import (
 )
 
 from ds_fgoffload.errors import OffloadConfigError
+from ds_fgoffload.messages import warn
 
 SECTION = "fine_grained_offload"
 
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    logger.warning(message)
+    warn(message)
 
 
 _ALLOWED = {

@@ -19,7 +19,7 @@ LAYERS = {
     3: "scope",
     2: "saved parcel",
     1: "selection eligibility transfer pool",
-    0: "schedule order plan config layout stats streams errors arena host_limit",
+    0: "schedule order plan config layout stats streams errors arena host_limit names messages families aliases",
 }
 BESIDE = {
     "run": {"api"},
@@ -29,7 +29,8 @@ BESIDE = {
     "transfer": {"pool"},
     "schedule": {"order", "plan"},
     "order": {"plan"},
-    "config": {"errors"},
+    "aliases": {"families"},
+    "config": {"errors", "messages"},
 }
 """What a module may import of its own layer."""
 
