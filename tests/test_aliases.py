@@ -127,7 +127,7 @@ SECOND_LAYER: dict[str, dict[str, str | None]] = {
     },
     "gpt_oss": {**LLAMA, **EXPERTS, **NO_DENSE_MLP, "router": "mlp.router", "moe_act": "mlp.experts"},
 }
-"""Of the second of two layers (the first of DeepSeek-V3 is dense): alias to names in it; what is not here is not there."""
+"""Of the second of two layers (the first of DeepSeek-V3 is dense): alias to names in it, and no others."""
 
 
 def build(family: str) -> nn.Module:
@@ -223,8 +223,8 @@ def test_a_family_that_is_not_known_gets_the_names_to_choose_from() -> None:
     with pytest.raises(OffloadConfigError) as raised:
         select(Unknown(), ["@attn_norm"])
     assert str(raised.value) == (
-        'fine_grained_offload.modules: pattern "@attn_norm" matches no module (the names to choose from: "
-        "blocks.*.wide, blocks.*.act, blocks.*.narrow); '
+        'fine_grained_offload.modules: pattern "@attn_norm" matches no module (the names to choose from: '
+        "blocks.*.wide, blocks.*.act, blocks.*.narrow); "
         f"aliases are known for layers of the classes {', '.join(FAMILIES)}"
     )
 
