@@ -247,7 +247,7 @@ def deepspeed_moe(inner: nn.Module, **options: Any) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def _rank():
+def rank():
     from distributed import one_rank
 
     with one_rank():
@@ -272,7 +272,7 @@ EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts"
         (expert("fc1", "act", "fc2"), "@moe", ["moe"], 0),
     ],
 )
-def test_deepspeeds_own_moe_layer(_rank, inner: nn.Module, alias: str, names: list[str], notes: int) -> None:
+def test_deepspeeds_own_moe_layer(rank: None, inner: nn.Module, alias: str, names: list[str], notes: int) -> None:
     root = nn.Module()
     root.moe = deepspeed_moe(inner)
     selection = select(root, [alias])
@@ -280,7 +280,7 @@ def test_deepspeeds_own_moe_layer(_rank, inner: nn.Module, alias: str, names: li
     assert len(selection.notes) == notes
 
 
-def test_the_dense_expert_beside_deepspeeds_moe(_rank) -> None:
+def test_the_dense_expert_beside_deepspeeds_moe(rank: None) -> None:
     root = nn.Module()
     root.moe = deepspeed_moe(expert("fc1", "act", "fc2"), use_residual=True)
     assert list(select(root, ["@shared_experts"]).units) == ["moe.mlp"]

@@ -12,17 +12,21 @@ PACKAGE = Path(ds_fgoffload.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = {
-    7: "api run",
+    8: "cli",
+    7: "api run script suggest commands commands.inspect commands.inspect_view commands.doctor",
     6: "report checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
-    5: "hooks",
+    5: "hooks recorder",
     4: "offloader",
     3: "scope",
     2: "saved parcel",
     1: "selection eligibility transfer pool",
-    0: "schedule order plan config layout stats streams errors arena host_limit names messages families aliases",
+    0: "schedule order plan config layout stats streams errors arena host_limit "
+    "names messages families aliases inventory",
 }
 BESIDE = {
-    "run": {"api"},
+    "run": {"api", "script"},
+    "commands.inspect": {"api", "script"},
+    "commands.inspect_view": {"commands.inspect", "suggest"},
     "adapters": {"adapters.plain", "adapters.zero", "adapters.pipeline"},
     "adapters.pipeline": {"adapters.zero"},
     "saved": {"parcel"},
@@ -103,7 +107,7 @@ def test_the_schedule_is_pure_python(module):
 
 
 def test_only_the_hooks_know_saved_tensor_hooks():
-    assert modules_that_mention("torch.autograd.graph", "saved_tensors_hooks") == {"hooks"}
+    assert modules_that_mention("torch.autograd.graph", "saved_tensors_hooks") == {"hooks", "recorder"}
 
 
 def test_only_streams_knows_the_accelerator():
@@ -113,7 +117,7 @@ def test_only_streams_knows_the_accelerator():
 
 def test_only_adapters_api_and_run_know_engines():
     engines = modules_that_mention("deepspeed.runtime.engine", "deepspeed.runtime.pipe", "deepspeed.initialize")
-    assert engines <= {"adapters", "adapters.zero", "adapters.plain", "adapters.pipeline", "api", "run"}
+    assert engines <= {"adapters", "adapters.zero", "adapters.plain", "adapters.pipeline", "api", "script"}
 
 
 @MODULES
