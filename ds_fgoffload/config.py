@@ -145,6 +145,10 @@ class FineGrainedOffloadConfig(_Section):
     as a micro-batch has gone backward, instead of keeping them until their buffer is used again. For a script that does
     not read ``engine.pipe_buffers`` itself. Without effect on other engines."""
 
+    report_after_steps: int = Field(default=5, ge=0, strict=True)
+    """After how many optimizer steps rank 0 prints the report, when the first steps' learning is over. 0: never. The
+    report at the end of ``ds_fgoffload.run`` does not depend on it. Plain modules take no steps that are seen."""
+
     host_pool: HostPoolConfig = HostPoolConfig()
     """The host memory that offloaded tensors lie in: ``max_bytes``, ``pin_memory``, ``on_full``."""
 
@@ -238,6 +242,7 @@ _ALLOWED = {
     "bool_type": "true, false",
     "string_type": "text",
     "list_type": "a list of patterns",
+    "int_type": "a whole number >= 0",
     "float_type": "a number >= 0",
     "finite_number": "a number >= 0",
     "greater_than_equal": "a number >= 0",

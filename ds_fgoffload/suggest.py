@@ -73,7 +73,7 @@ def _few_large_copies(
         (candidate for candidate in choice if candidate.moves.freed_bytes >= least),
         key=lambda candidate: -candidate.moves.moved_bytes / candidate.moves.storages,
     )
-    picked: list[str] = []
+    picked: list[Candidate] = []
     units: frozenset[str] = frozenset()
     moves = Moves()
     for candidate in by_size:
@@ -81,10 +81,15 @@ def _few_large_copies(
             break
         more = inventory.moves(units | candidate.units, (), min_tensor_bytes)
         if more.freed_bytes - moves.freed_bytes >= least:
-            picked.append(candidate.pattern)
+            picked = [c for c in picked if not _lies_in(c, candidate)] + [candidate]
             units |= candidate.units
             moves = more
-    return picked, moves
+    return [candidate.pattern for candidate in picked], moves
+
+
+def _lies_in(one: Candidate, other: Candidate) -> bool:
+    """Whether each unit of ``one`` lies in a unit of ``other``."""
+    return all(any(unit == outer or unit.startswith(f"{outer}.") for outer in other.units) for unit in one.units)
 
 
 def _patterns(root: nn.Module, inventory: Inventory) -> Iterator[tuple[str, frozenset[str]]]:

@@ -13,8 +13,9 @@ NAME = PACKAGE.name
 
 LAYERS = {
     8: "cli",
-    7: "api run script suggest commands commands.inspect commands.inspect_view commands.doctor",
-    6: "report checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
+    7: "api run auto script integrations integrations.transformers suggest "
+    "commands commands.inspect commands.inspect_view commands.doctor",
+    6: "report step_log checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks recorder",
     4: "offloader",
     3: "scope",
@@ -25,6 +26,8 @@ LAYERS = {
 }
 BESIDE = {
     "run": {"api", "script"},
+    "auto": {"api"},
+    "integrations.transformers": {"api", "script"},
     "commands.inspect": {"api", "script"},
     "commands.inspect_view": {"commands.inspect", "suggest"},
     "adapters": {"adapters.plain", "adapters.zero", "adapters.pipeline"},
@@ -34,6 +37,7 @@ BESIDE = {
     "schedule": {"order", "plan"},
     "order": {"plan"},
     "aliases": {"families"},
+    "step_log": {"report"},
     "config": {"errors", "messages"},
 }
 """What a module may import of its own layer."""
@@ -117,7 +121,7 @@ def test_only_streams_knows_the_accelerator():
 
 def test_only_adapters_api_and_run_know_engines():
     engines = modules_that_mention("deepspeed.runtime.engine", "deepspeed.runtime.pipe", "deepspeed.initialize")
-    assert engines <= {"adapters", "adapters.zero", "adapters.plain", "adapters.pipeline", "api", "script"}
+    assert engines <= {"adapters", "adapters.zero", "adapters.plain", "adapters.pipeline", "api", "auto", "script"}
 
 
 @MODULES
