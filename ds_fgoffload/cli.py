@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
+from ds_fgoffload.recording import RecordingError
 
 app = typer.Typer(
     help="Fine-grained activation offloading for DeepSpeed: look at a model before, and at the machine.",
@@ -112,6 +113,30 @@ def doctor(
     raise typer.Exit(command.exit_code(findings))
 
 
+@app.command()
+def draw(
+    recording: Annotated[Path, typer.Argument(help="A step that was recorded, as JSON.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("step.html"),
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, for Perfetto or chrome://tracing.")
+    ] = None,
+) -> None:
+    """Draw a recorded step: memory over time with and without offloading, copies, and where compute waited.
+
+    The page is one file that fetches nothing.
+    """
+    from ds_fgoffload.chrome_trace import chrome_trace
+    from ds_fgoffload.page import page
+    from ds_fgoffload.recording import StepRecording
+
+    step = StepRecording.read(recording)
+    out.write_text(page(step), encoding="utf-8")
+    errors.print(f"wrote {out}", highlight=False)
+    if trace is not None:
+        trace.write_text(chrome_trace(step), encoding="utf-8")
+        errors.print(f"wrote {trace}", highlight=False)
+
+
 def main() -> None:
     """Errors of users are told without a traceback."""
     arguments = sys.argv[1:]
@@ -119,7 +144,7 @@ def main() -> None:
         launcher_arguments.append(arguments.pop(0))
     try:
         app(arguments)
-    except (OffloadConfigError, OffloadStateError, HostPoolError) as error:
+    except (OffloadConfigError, OffloadStateError, HostPoolError, RecordingError) as error:
         errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(1)
 

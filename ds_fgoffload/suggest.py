@@ -14,7 +14,7 @@ from ds_fgoffload.names import shape
 from ds_fgoffload.selection import select
 
 HALF = 0.5
-_LEAST_SHARE = 0.02
+_LEAST_SHARE, _MOST_SHARE = 0.02, 0.7
 _COARSE = frozenset({"layer", "layernorm"})
 """Aliases that are no part of a layer on their own."""
 
@@ -67,10 +67,11 @@ def suggest(root: nn.Module, inventory: Inventory, min_tensor_bytes: int) -> lis
 def _few_large_copies(
     inventory: Inventory, choice: Sequence[Candidate], min_tensor_bytes: int, enough_bytes: float
 ) -> tuple[list[str], Moves]:
-    """Patterns with the largest storages first, until they free ``enough_bytes``."""
-    least = _LEAST_SHARE * choice[0].moves.freed_bytes
+    """Patterns with the largest storages first, until they free ``enough_bytes``; none that frees nearly all alone."""
+    most = choice[0].moves.freed_bytes
+    least = _LEAST_SHARE * most
     by_size = sorted(
-        (candidate for candidate in choice if candidate.moves.freed_bytes >= least),
+        (candidate for candidate in choice if least <= candidate.moves.freed_bytes <= _MOST_SHARE * most),
         key=lambda candidate: -candidate.moves.moved_bytes / candidate.moves.storages,
     )
     picked: list[Candidate] = []

@@ -15,14 +15,14 @@ LAYERS = {
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
     "commands commands.inspect commands.inspect_view commands.doctor",
-    6: "report step_log checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
+    6: "report step_log page chrome_trace checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks recorder",
     4: "offloader",
     3: "scope",
     2: "saved parcel",
     1: "selection eligibility transfer pool",
     0: "schedule order plan config layout stats streams errors arena host_limit "
-    "names messages families aliases inventory",
+    "names messages families aliases inventory recording",
 }
 BESIDE = {
     "run": {"api", "script"},

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     """Arguments are those of the Trainer, and ``ModelArguments``."""
     shape, arguments = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
+    set_seed(arguments.seed)
     config = AutoConfig.for_model(
         shape.model_type,
         vocab_size=256,
