@@ -147,6 +147,8 @@ def main() -> None:
     except (OffloadConfigError, OffloadStateError, HostPoolError, RecordingError) as error:
         errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(1)
+    finally:
+        launcher_arguments.clear()
 
 
 def _console() -> Console:

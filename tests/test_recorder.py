@@ -204,6 +204,7 @@ def test_suggestions_are_sections_that_do_what_they_say() -> None:
     recorder.remove()
     found = suggest(net, inventory, 0)
     assert [(s.title, s.modules) for s in found] == [
+        ("few large copies", ("blocks.*.narrow", "blocks.*.wide")),
         ("as much as possible", ("blocks.*",)),
     ]
     for suggestion in found:
