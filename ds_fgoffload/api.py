@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,10 @@ class Attachment:
         chosen = _select(adapter, config)
         device = accelerator_device()
         pool = host_pool()
-        pool.configure(HostPoolSettings(config.host_pool.max_bytes, config.host_pool.pin_memory))
+        pool.configure(
+            HostPoolSettings(**{f.name: getattr(config.host_pool, f.name) for f in fields(HostPoolSettings)})
+        )
+        pool_user = pool.add_user(type(target).__name__, config.host_pool.quota_bytes)
         self._adapter = adapter
         self._target = weakref.ref(target)
         self._offloader = Offloader(
@@ -66,13 +69,12 @@ class Attachment:
                 prefetch_window_bytes=config.prefetch_window_bytes,
             ),
             transfer_on(device),
-            pool,
+            pool_user,
             raise_when_full=config.host_pool.on_full == "error",
         )
         self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader)
         self._unseen_checkpoints = UnseenCheckpoints(adapter.root, self._hooks, self._offloader.unit_stats)
-        pool.add_user()
-        self._leave_pool = weakref.finalize(self, pool.remove_user)
+        self._leave_pool = weakref.finalize(self, pool_user.leave)
         if config.enabled and config.release_pipeline_buffers:
             adapter.release_engine_buffers()
         itself = weakref.ref(self)

@@ -114,6 +114,22 @@ def doctor(
 
 
 @app.command()
+def top(
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    *,
+    once: Annotated[bool, typer.Option(help="Look once, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Look once, and print it as JSON.")] = False,
+) -> None:
+    """Watch the host pools of your ranks on this node: pinned, on lease, limits. Ctrl-C ends it."""
+    from ds_fgoffload.commands import top as command
+
+    if as_json:
+        sys.stdout.write(command.as_json(command.alive()) + "\n")
+    else:
+        command.watch(_console(), every, once=once)
+
+
+@app.command()
 def draw(
     recording: Annotated[Path, typer.Argument(help="A step that was recorded, as JSON.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("step.html"),

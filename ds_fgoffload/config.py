@@ -85,11 +85,31 @@ class HostPoolConfig(_Section):
 
     max_bytes: ByteSize | None = None
     """Most host memory that this rank pins, in bytes. Unset: a safe share of the host's memory, divided by the ranks
-    of the node."""
+    of the node, and what the other ranks leave of theirs."""
+
+    node_max_bytes: ByteSize | None = None
+    """Most host memory that all ranks and jobs of this user pin on a node, in bytes; all of them must set it. Unset:
+    half of what is available if ``max_bytes`` is unset too, else no bound."""
+
+    quota_bytes: ByteSize | None = None
+    """Most host memory that this engine has on lease from the rank's pool, in bytes, where several engines share it.
+    Unset: what the pool has."""
+
+    preallocate_bytes: ByteSize = 0
+    """Host memory to take and page-lock in the background as soon as the engine is attached, in bytes. Default: 0, the
+    pool grows in the first steps."""
 
     pin_memory: StrictBool = True
     """Page-lock the host memory. Copies overlap with compute only out of page-locked memory; ``false`` is for systems
     that refuse to pin, and is slow."""
+
+    on_pin_failure: Literal["pageable", "keep"] = "pageable"
+    """What happens when the system refuses to page-lock. ``"pageable"``: memory that is not page-locked is used, which
+    is slow. ``"keep"``: as if the pool were full."""
+
+    idle_trim_s: float | None = Field(default=120.0, ge=0, strict=True, allow_inf_nan=False)
+    """Seconds without offloaded tensors (evaluation, generation, saving) after which the pool's memory goes back to the
+    system; the next step takes it again. ``null``: never. Default: 120."""
 
     on_full: Literal["keep", "error"] = "keep"
     """What happens when the pool is full. ``"keep"``: the storage stays on the device, and is counted. ``"error"``: the
@@ -150,7 +170,7 @@ class FineGrainedOffloadConfig(_Section):
     report at the end of ``ds_fgoffload.run`` does not depend on it. Plain modules take no steps that are seen."""
 
     host_pool: HostPoolConfig = HostPoolConfig()
-    """The host memory that offloaded tensors lie in: ``max_bytes``, ``pin_memory``, ``on_full``."""
+    """The host memory that offloaded tensors lie in: how much, how it is taken and when it goes back."""
 
     @field_validator("modules")
     @classmethod

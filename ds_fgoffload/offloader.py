@@ -22,7 +22,7 @@ from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
 from ds_fgoffload.plan import Action, Plan, Site
-from ds_fgoffload.pool import HostPool
+from ds_fgoffload.pool import HostPool, PoolUser
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.schedule import Act, Schedule, Verb
 from ds_fgoffload.scope import Scope
@@ -58,7 +58,7 @@ class Offloader:
         eligibility: Eligibility,
         plan: Plan,
         transfer: Transfer,
-        pool: HostPool,
+        pool: HostPool | PoolUser,
         *,
         raise_when_full: bool,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -32,7 +32,7 @@ class RankCounts:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
         units = {name: _plain(stats) for name, stats in self.offload.units.items()}
-        pool = {f"pool_{name}": value for name, value in vars(self.pool).items()}
+        pool = {f"pool_{name}": value for name, value in asdict(self.pool).items()}
         return {"rank": self.rank, **_plain(self.offload), "units": units, **pool}
 
 

@@ -59,7 +59,8 @@ class Transfer:
         streams.wait(d2h, streams.fence(compute))
         for last_use in lease.fences:
             streams.wait(d2h, last_use)
-        streams.copy(d2h, lease.memory, source)
+        for block, part in lease.beside(source):
+            streams.copy(d2h, block, part)
         return streams.fence(d2h)
 
     def before_release(self, copied_out: Fence | None) -> None:
@@ -77,7 +78,8 @@ class Transfer:
         destination = streams.allocate(compute, lease.size_bytes)
         for last_owner in self._computes:
             streams.wait(h2d, streams.fence(last_owner))
-        streams.copy(h2d, destination, lease.memory)
+        for block, part in lease.beside(destination):
+            streams.copy(h2d, part, block)
         return destination, streams.fence(h2d)
 
     def before_use(self, copied_in: Fence | None, compute: Any) -> None:

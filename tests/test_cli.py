@@ -216,6 +216,7 @@ def test_the_doctor_finds_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest
     write(home / ".cache/torch_extensions/py311_cpu/deepspeed_shm_comm/lock", "")
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
+    monkeypatch.setattr(doctor, "memlock_bytes", lambda: 8 << 20)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (8 << 20, doctor.resource.RLIM_INFINITY))
     findings = doctor.examine(measure=False, root=root, home=home)
     assert finding(findings, "torch").found == torch.__version__
@@ -233,10 +234,8 @@ def test_the_doctor_finds_nothing_where_nothing_is(tmp_path: Path, monkeypatch: 
     (tmp_path / "dev/shm").mkdir(parents=True)
     gpu(tmp_path, "16")
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setattr(
-        doctor.resource, "getrlimit", lambda _: (doctor.resource.RLIM_INFINITY, doctor.resource.RLIM_INFINITY)
-    )
-    monkeypatch.setattr(doctor, "share_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(doctor, "memlock_bytes", lambda: None)
+    monkeypatch.setattr(doctor, "_share_bytes", lambda: 64 << 30)
     findings = [f for f in doctor.examine(measure=False, root=tmp_path, home=tmp_path) if f.name != "accelerator"]
     assert [f for f in findings if f.verdict is not Verdict.OK and f.name != "/dev/shm"] == []
 
@@ -245,7 +244,7 @@ def test_pinning_that_is_refused_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_args: object, **_kwargs: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(doctor, "allocate_host", refuse)
+    monkeypatch.setattr(doctor, "_pinned", refuse)
     (found,) = doctor._measured()
     assert found.verdict is Verdict.FAIL
     assert doctor.exit_code([found]) == 1

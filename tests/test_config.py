@@ -52,7 +52,16 @@ def test_defaults() -> None:
         "prefetch_window_bytes": None,
         "release_pipeline_buffers": False,
         "report_after_steps": 5,
-        "host_pool": {"max_bytes": None, "pin_memory": True, "on_full": "keep"},
+        "host_pool": {
+            "max_bytes": None,
+            "node_max_bytes": None,
+            "quota_bytes": None,
+            "preallocate_bytes": 0,
+            "pin_memory": True,
+            "on_pin_failure": "pageable",
+            "idle_trim_s": 120.0,
+            "on_full": "keep",
+        },
     }
 
 
@@ -70,7 +79,16 @@ def test_every_key_is_taken() -> None:
         "prefetch_window_bytes": 5e8,
         "release_pipeline_buffers": True,
         "report_after_steps": 0,
-        "host_pool": {"max_bytes": "1.5GiB", "pin_memory": False, "on_full": "error"},
+        "host_pool": {
+            "max_bytes": "1.5GiB",
+            "node_max_bytes": "8GiB",
+            "quota_bytes": "1GiB",
+            "preallocate_bytes": 0,
+            "pin_memory": False,
+            "on_pin_failure": "keep",
+            "idle_trim_s": None,
+            "on_full": "error",
+        },
     }
     assert parse_config(section).model_dump() == section | {
         "target_saved_bytes": 2_000_000_000,
@@ -78,7 +96,12 @@ def test_every_key_is_taken() -> None:
         "prefetch_window_bytes": 500_000_000,
         "release_pipeline_buffers": True,
         "report_after_steps": 0,
-        "host_pool": {"max_bytes": 1610612736, "pin_memory": False, "on_full": "error"},
+        "host_pool": {
+            **section["host_pool"],
+            "max_bytes": 1610612736,
+            "node_max_bytes": 8 << 30,
+            "quota_bytes": 1 << 30,
+        },
     }
 
 
@@ -127,7 +150,8 @@ def test_the_users_dictionary_is_not_touched() -> None:
             {"modules": ["a"], "host_pool": {"max_byte": 1}},
             [
                 'fine_grained_offload.host_pool.max_byte: unknown key (nearest: "max_bytes"); '
-                'allowed: "max_bytes", "pin_memory", "on_full"'
+                'allowed: "max_bytes", "node_max_bytes", "quota_bytes", "preallocate_bytes", "pin_memory", '
+                '"on_pin_failure", "idle_trim_s", "on_full"'
             ],
         ),
         (

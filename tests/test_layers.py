@@ -14,14 +14,14 @@ NAME = PACKAGE.name
 LAYERS = {
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
-    "commands commands.inspect commands.inspect_view commands.doctor",
+    "commands commands.inspect commands.inspect_view commands.doctor commands.top",
     6: "report step_log page chrome_trace checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks recorder",
     4: "offloader",
     3: "scope",
     2: "saved parcel",
-    1: "selection eligibility transfer pool",
-    0: "schedule order plan config layout stats streams errors arena host_limit "
+    1: "selection eligibility transfer pool pool_user pool_stats stock books lease supply budget ledger region",
+    0: "schedule order plan config layout stats streams errors arena host_limit ledger_file keeper "
     "names messages families aliases inventory recording",
 }
 BESIDE = {
@@ -34,6 +34,13 @@ BESIDE = {
     "adapters.pipeline": {"adapters.zero"},
     "saved": {"parcel"},
     "transfer": {"pool"},
+    "pool": {"budget", "keeper", "lease", "ledger", "pool_stats", "pool_user", "region", "stock", "supply"},
+    "pool_user": {"budget", "lease", "pool_stats"},
+    "pool_stats": {"lease"},
+    "stock": {"books", "lease", "region", "supply"},
+    "books": {"lease", "region"},
+    "supply": {"budget", "region"},
+    "budget": {"ledger"},
     "schedule": {"order", "plan"},
     "order": {"plan"},
     "aliases": {"families"},

@@ -20,9 +20,10 @@ from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
 
-from ds_fgoffload.host_limit import cgroup_rooms, share_bytes
+from ds_fgoffload.host_limit import cgroup_rooms, local_ranks, memlock_bytes, pin_remedy, room
+from ds_fgoffload.region import Region
 from ds_fgoffload.report import human
-from ds_fgoffload.streams import Streams, accelerator_device, allocate_host, make_streams
+from ds_fgoffload.streams import Streams, accelerator_device, allocate_pinned, make_streams
 
 _GIB = 1 << 30
 _SHM = "/dev/shm"  # noqa: S108 - looked at, never written to
@@ -123,16 +124,17 @@ def _accelerator() -> Finding:
 
 def _host_memory(root: Path) -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    share = share_bytes()
+    share = _share_bytes()
     found = f"{human(memory.available)} of {human(memory.total)} available; {human(share)} would be a rank's share here"
     remedy = "set host_pool.max_bytes, and count the ranks of the node" if share < _SMALL_SHARE_BYTES else ""
     yield Finding("host memory", Verdict.NOTE if remedy else Verdict.OK, found, remedy)
     rooms = cgroup_rooms(root)
-    if rooms and min(rooms) < memory.available:
+    left_bytes = min((one.left_bytes for one in rooms), default=memory.available)
+    if left_bytes < memory.available:
         yield Finding(
             "cgroup",
             Verdict.NOTE,
-            f"a memory limit leaves {human(min(rooms))}, less than the system has",
+            f"a memory limit leaves {human(left_bytes)}, less than the system has",
             "give the container or job more memory; beyond its limit ranks are killed without a word (exit code -9)",
         )
     else:
@@ -140,12 +142,12 @@ def _host_memory(root: Path) -> Iterator[Finding]:
 
 
 def _memlock() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("memlock", Verdict.OK, "unlimited")
-    share = share_bytes()
-    shown = f"{human(soft)} (hard limit: {'unlimited' if hard == resource.RLIM_INFINITY else human(hard)})"
-    if soft >= share:
+    limit = memlock_bytes()
+    if limit is None:
+        return Finding("memlock", Verdict.OK, "unlimited for this process")
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    shown = f"{human(limit)} (hard limit: {'unlimited' if hard == resource.RLIM_INFINITY else human(hard)})"
+    if limit >= _share_bytes():
         return Finding("memlock", Verdict.OK, shown)
     remedy = (
         "CUDA's pinned memory is not bound by it, what is locked otherwise (DS_PIN_MEMORY_BACKEND=native) is; "
@@ -224,13 +226,13 @@ def _measured() -> Iterator[Finding]:
     size_bytes = _SMALL_PROBE_BYTES if streams.synchronous else _PROBE_BYTES
     began = time.perf_counter()
     try:
-        host = allocate_host(size_bytes, pinned=True)
+        host = _pinned(size_bytes)
     except (RuntimeError, MemoryError) as error:
         yield Finding(
             "pinning",
             Verdict.FAIL,
             f"{human(size_bytes)} refused: {error}",
-            "raise memlock and the container's memory; else set host_pool.pin_memory to false, which is slow",
+            f"{pin_remedy()}; else set host_pool.pin_memory to false, which is slow",
         )
         return
     seconds = time.perf_counter() - began
@@ -246,6 +248,16 @@ def _measured() -> Iterator[Finding]:
         slow = device.type != "cpu" and rate < _SLOW_LINK_GB_S
         remedy = "PCIe 4 x16 gives about 25 GB/s: look at the link above, and at who else uses it" if slow else ""
         yield Finding(name, Verdict.NOTE if slow else Verdict.OK, f"{rate:.1f} GB/s", remedy)
+
+
+def _pinned(size_bytes: int) -> torch.Tensor:
+    """As the host pool takes its slabs."""
+    region = Region.reserve(0, size_bytes, size_bytes)
+    return region.memory[:size_bytes] if region.extend(size_bytes, pin=True) else allocate_pinned(size_bytes)
+
+
+def _share_bytes() -> int:
+    return room().left_bytes // 2 // local_ranks()
 
 
 def _copy_gb_s(streams: Streams, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> float:
