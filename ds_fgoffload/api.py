@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_fgoffload import selection
@@ -19,12 +18,14 @@ from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section,
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.hooks import ModuleHooks
+from ds_fgoffload.messages import rank, warn
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
+from ds_fgoffload.step_log import StepLog
 from ds_fgoffload.streams import accelerator_device
 from ds_fgoffload.transfer import transfer_on
 
@@ -79,7 +80,10 @@ class Attachment:
         if config.enabled and config.release_pipeline_buffers:
             adapter.release_engine_buffers()
         itself = weakref.ref(self)
-        adapter.on_destroy(lambda: _detach_if_there(itself()))
+        adapter.on_destroy(lambda: _call_if_there(itself(), Attachment.detach))
+        self._log = StepLog(config.report_after_steps)
+        if config.enabled:
+            adapter.after_step(lambda: _call_if_there(itself(), Attachment._step_taken))
         _tallies.append(Tally(self, self._offloader.unit_stats))
 
     def stats(self) -> OffloadStats:
@@ -94,9 +98,12 @@ class Attachment:
         """Counts of every rank as plain numbers. Collective: every rank that has the engine must call it."""
         return [counts.as_dict() for counts in self._gather()]
 
-    def report(self) -> str:
-        """The table of all ranks. Collective: every rank that has the engine must call it, and each gets the table."""
-        return render(self._gather())
+    def report(self, *, expand: bool = False) -> str:
+        """The table of all ranks. Collective: every rank that has the engine must call it, and each gets the table.
+
+        Modules that differ by their layer's number are one row; ``expand`` gives each unit of each rank a row.
+        """
+        return render(self._gather(), expand=expand)
 
     def detach(self) -> None:
         """Takes every hook off. Graphs that are alive keep working; their host memory goes back as they die."""
@@ -117,8 +124,16 @@ class Attachment:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
+    def _step_taken(self) -> None:
+        counts = self.counts(0)
+        self._adapter.monitor(self._log.step_taken(counts))
+        if self._log.report_is_due:
+            text = self.report()
+            if rank() == 0:
+                print(text)  # noqa: T201 - asked for by report_after_steps
+
     def _gather(self) -> list[RankCounts]:
-        return [replace(counts, rank=rank) for rank, counts in enumerate(self._adapter.gather(self.counts(0)))]
+        return [replace(counts, rank=number) for number, counts in enumerate(self._adapter.gather(self.counts(0)))]
 
 
 def attach(
@@ -205,10 +220,12 @@ def _is_whole_ds_config(config: Mapping[str, Any]) -> bool:
 
 def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Selection:
     if not config.enabled:
-        logger.warning(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
+        warn(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
         return selection.Selection({}, {})
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
+    for note in chosen.notes:
+        warn(f"{SECTION}: {note}")
     return chosen
 
 
@@ -222,6 +239,6 @@ def _wish(config: FineGrainedOffloadConfig) -> Wish | None:
     )
 
 
-def _detach_if_there(attachment: Attachment | None) -> None:
+def _call_if_there(attachment: Attachment | None, call: Callable[[Attachment], None]) -> None:
     if attachment is not None:
-        attachment.detach()
+        call(attachment)

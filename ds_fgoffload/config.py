@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
-from deepspeed.utils import logger
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -33,6 +32,7 @@ from pydantic import (
 )
 
 from ds_fgoffload.errors import OffloadConfigError
+from ds_fgoffload.messages import warn
 
 SECTION = "fine_grained_offload"
 
@@ -165,6 +165,10 @@ class FineGrainedOffloadConfig(_Section):
     as a micro-batch has gone backward, instead of keeping them until their buffer is used again. For a script that does
     not read ``engine.pipe_buffers`` itself. Without effect on other engines."""
 
+    report_after_steps: int = Field(default=5, ge=0, strict=True)
+    """After how many optimizer steps rank 0 prints the report, when the first steps' learning is over. 0: never. The
+    report at the end of ``ds_fgoffload.run`` does not depend on it. Plain modules take no steps that are seen."""
+
     host_pool: HostPoolConfig = HostPoolConfig()
     """The host memory that offloaded tensors lie in: how much, how it is taken and when it goes back."""
 
@@ -251,13 +255,14 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    logger.warning(message)
+    warn(message)
 
 
 _ALLOWED = {
     "bool_type": "true, false",
     "string_type": "text",
     "list_type": "a list of patterns",
+    "int_type": "a whole number >= 0",
     "float_type": "a number >= 0",
     "finite_number": "a number >= 0",
     "greater_than_equal": "a number >= 0",

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo
-from deepspeed.utils import logger
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from ds_fgoffload.messages import warn
+from ds_fgoffload.names import abbreviated
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.saved import KeptTensor
 from ds_fgoffload.scope import Scope
@@ -121,8 +122,8 @@ class ModuleHooks:
                 del self._above[name]
                 if name in self._units:
                     self._units[name].compiled = True
-            logger.warning(
-                f"fine_grained_offload: {', '.join(lost)}: torch.compile has compiled what they lie in, and "
+            warn(
+                f"fine_grained_offload: {abbreviated(lost)}: torch.compile has compiled what they lie in, and "
                 "compiled code calls no hooks of the modules in it: such units are not offloaded, and such excluded "
                 "modules not kept; select the compiled module itself, or compile modules inside the units"
             )
@@ -186,8 +187,8 @@ class ModuleHooks:
     def _tell_what_is_only_recomputed(self) -> None:
         if self._only_recomputed and not self._told_recomputed:
             self._told_recomputed = True
-            logger.warning(
-                f"fine_grained_offload: {', '.join(self._only_recomputed)}: nothing is offloaded of units inside a "
+            warn(
+                f"fine_grained_offload: {abbreviated(self._only_recomputed)}: nothing is offloaded of units inside a "
                 "reentrant checkpoint, because nothing is saved there before backward; use_reentrant=False lets them "
                 "be offloaded instead of computed again, and a unit around the checkpoint offloads its inputs"
             )

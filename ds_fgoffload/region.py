@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ds_fgoffload.arena import rounded_up
-from ds_fgoffload.streams import pci_address, register_host, unregister_host
+from ds_fgoffload.pinning import pci_address, register_host, unregister_host
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20
@@ -42,7 +42,7 @@ class Slab(NamedTuple):
     start: int
     end: int
     registered: bool
-    """Whether it was page-locked for the device by :func:`~ds_fgoffload.streams.register_host`."""
+    """Whether it was page-locked for the device by :func:`~ds_fgoffload.pinning.register_host`."""
 
     @property
     def size_bytes(self) -> int:

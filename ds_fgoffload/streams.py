@@ -7,17 +7,14 @@ when :meth:`Streams.copy` returns.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import threading
-import warnings
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger
+
+from ds_fgoffload.cuda_reads import cuda_reads
 
 
 class Fence(NamedTuple):
@@ -60,6 +57,9 @@ class Streams(Protocol):
 
     def wait(self, stream: Any, fence: Fence | None) -> None:
         """Work queued on ``stream`` from now on comes after ``fence``."""
+
+    def synchronize(self, fence: Fence | None) -> None:
+        """Blocks the host until ``fence`` is reached. Not to be used inside a step that is to be quick."""
 
     def reached(self, fence: Fence) -> bool:
         """Whether the device has passed ``fence``, as far as the host can tell without waiting."""
@@ -112,6 +112,9 @@ class SynchronousStreams:
         return None
 
     def wait(self, stream: Any, fence: Fence | None) -> None:
+        pass
+
+    def synchronize(self, fence: Fence | None) -> None:
         pass
 
     def reached(self, fence: Fence) -> bool:
@@ -191,6 +194,10 @@ class AcceleratorStreams:
         if fence is not None and fence.stream != stream:
             stream.wait_event(fence.event)
 
+    def synchronize(self, fence: Fence | None) -> None:
+        if fence is not None:
+            fence.event.synchronize()
+
     def reached(self, fence: Fence) -> bool:
         return bool(fence.event.query())
 
@@ -199,10 +206,10 @@ class AcceleratorStreams:
 
     def watch_reads(self, *, watch: bool) -> None:
         if self.device.type == "cuda":
-            _cuda_reads.watch(self, watch=watch)
+            cuda_reads.watch(self, watch=watch)
 
     def reads(self) -> int:
-        return _cuda_reads.count
+        return cuda_reads.count
 
     def allocated_bytes(self) -> int:
         if self.device.type == "cuda":  # the same, without a flat dictionary of all that the allocator counts
@@ -228,45 +235,6 @@ class AcceleratorStreams:
             return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
 
-class _CudaReads:
-    """Counts blocking reads: torch warns of each on request (``torch.cuda.set_sync_debug_mode``)."""
-
-    _message = "called a synchronizing CUDA operation"
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._watchers: set[int] = set()
-        self._show = warnings.showwarning
-
-    def watch(self, watcher: object, *, watch: bool) -> None:
-        before = bool(self._watchers)
-        (self._watchers.add if watch else self._watchers.discard)(id(watcher))
-        if before == bool(self._watchers):
-            return
-        if not before and torch.cuda.get_sync_debug_mode() == 0:  # else the user is looking for them
-            torch.cuda.set_sync_debug_mode("warn")
-            warnings.filterwarnings("always", self._message)
-            self._show, warnings.showwarning = warnings.showwarning, self._shown
-        elif before and warnings.showwarning == self._shown:
-            torch.cuda.set_sync_debug_mode("default")
-            warnings.showwarning = self._show
-            filters = cast("list[Any]", warnings.filters)
-            filters[:] = [entry for entry in filters if not _is_filter_of(entry, self._message)]
-
-    def _shown(self, message: Warning | str, *rest: Any, **more: Any) -> None:
-        if str(message).startswith(self._message):
-            self.count += 1
-        else:
-            self._show(message, *rest, **more)
-
-
-def _is_filter_of(entry: Any, message: str) -> bool:
-    return entry[1] is not None and getattr(entry[1], "pattern", entry[1]) == message
-
-
-_cuda_reads = _CudaReads()
-
-
 def accelerator_device() -> torch.device:
     """The device that this process computes on."""
     accelerator = get_accelerator()
@@ -290,110 +258,3 @@ def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
 def make_streams(device: torch.device) -> Streams:
     """The streams of ``device``."""
     return SynchronousStreams(device) if get_accelerator().is_synchronized_device() else AcceleratorStreams(device)
-
-
-def allocate_pinned(size_bytes: int) -> torch.Tensor:
-    """Host memory (uint8, one-dimensional) that the accelerator page-locks its own way.
-
-    Raises whatever the accelerator raises if the system refuses.
-    """
-    accelerator = get_accelerator()
-    if hasattr(accelerator, "pin_empty"):  # absent before DeepSpeed 0.19; it spares a pageable copy of the same size
-        memory: torch.Tensor = accelerator.pin_empty(size_bytes, dtype=torch.uint8)
-    else:
-        memory = accelerator.pin_memory(torch.empty(size_bytes, dtype=torch.uint8))
-    return memory
-
-
-def register_host(address: int, size_bytes: int) -> bool:
-    """Page-locks mapped memory for the device; false if this accelerator cannot, or not memory that it did not make.
-
-    On a device without streams (CPU) there is nothing to lock for, and it is true. Raises ``RuntimeError`` if the
-    system refuses; nothing of that error is left for the next kernel launch.
-    """
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return True
-    try:
-        if hasattr(accelerator, "register_host_memory"):  # DeepSpeed 0.19
-            registered = bool(accelerator.register_host_memory(address, size_bytes))
-        elif registered := accelerator.device_name() == "cuda":
-            torch.cuda.check_error(int(_runtime().cudaHostRegister(address, size_bytes, 0)))
-    except RuntimeError:
-        _consume_error()
-        raise
-    if registered:
-        _tell_deepspeed(size_bytes)
-    return registered
-
-
-def unregister_host(address: int) -> None:
-    """Undoes :func:`register_host`. An error of it is logged: nobody can do anything about it."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return
-    try:
-        if hasattr(accelerator, "unregister_host_memory"):
-            accelerator.unregister_host_memory(address)
-        else:
-            torch.cuda.check_error(int(_runtime().cudaHostUnregister(address)))
-    except RuntimeError as error:
-        _consume_error()
-        logger.warning(f"host memory could not be unpinned: {error}")
-
-
-def pci_address() -> str | None:
-    """The device's address on the PCI bus, as the system writes it; ``None`` if torch does not tell."""
-    if get_accelerator().device_name() != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in numbers:
-        return None
-    domain, bus, device = numbers
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
-
-def unpin_unused_host() -> None:
-    """Gives the system what torch's pinned allocator keeps for reuse: a tensor's end alone unpins nothing."""
-    # torch.accelerator has had it since torch 2.12
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None and torch.accelerator.is_available():
-        empty()
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _consume_error() -> None:
-    """A failed call is also kept as the runtime's last error, which the next kernel launch would report as its own.
-
-    torch has no call that clears it: the runtime that torch has loaded is asked directly, else a launch is sacrificed.
-    """
-    if get_accelerator().device_name() != "cuda":
-        return
-    name, function = ("libamdhip64", "hipGetLastError") if torch.version.hip else ("libcudart", "cudaGetLastError")
-    for path in _loaded_libraries(name):
-        with contextlib.suppress(OSError, AttributeError):
-            getattr(ctypes.CDLL(path), function)()
-            return
-    with contextlib.suppress(RuntimeError):
-        torch.empty(1, device=accelerator_device()).fill_(1)
-
-
-def _loaded_libraries(name: str) -> list[str]:
-    try:
-        fields = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    except OSError:
-        return []
-    paths = {parts[5] for parts in fields if len(parts) == 6}
-    return sorted(path for path in paths if Path(path).name.startswith(f"{name}.so"))
-
-
-def _tell_deepspeed(size_bytes: int) -> None:
-    """DeepSpeed adds up what is pinned through its accelerator, and says so in its log."""
-    with contextlib.suppress(ImportError):  # DeepSpeed before 0.19
-        from deepspeed.utils.pin_memory_tracker import track_pinned_memory
-
-        track_pinned_memory(size_bytes)

@@ -9,8 +9,8 @@ from deepspeed.utils import logger
 from ds_fgoffload.arena import rounded_up, slab_sizes
 from ds_fgoffload.budget import POOL_IS_FULL, Budget, HostPoolSettings, Refusal, mib
 from ds_fgoffload.host_limit import pin_remedy
+from ds_fgoffload.pinning import allocate_pinned, unpin_unused_host
 from ds_fgoffload.region import HUGE_PAGE_BYTES, PAGE_BYTES, Region, Slab
-from ds_fgoffload.streams import allocate_pinned, unpin_unused_host
 
 MOST_ADDRESS_SPACE_BYTES = 4 << 40
 PATIENCE_S = 1.0

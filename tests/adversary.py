@@ -162,6 +162,10 @@ class AdversarialStreams:
             self.run_copies_before(Counter({self.h2d: self.clock(stream)[self.h2d], self.d2h: all_know}))
         self._roll()
 
+    def synchronize(self, fence: Fence | None) -> None:
+        assert fence is not None
+        fence.event.synchronize()
+
     def reached(self, fence: Fence) -> bool:
         return self._random.random() < 0.9
 

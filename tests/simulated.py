@@ -79,6 +79,10 @@ class SimulatedStreams:
         if stream == "compute":
             self.waited_ms += waited_ms
 
+    def synchronize(self, fence: Fence | None) -> None:
+        assert fence is not None
+        self.host_ms = max(self.host_ms, fence.event)
+
     def reached(self, fence: Fence) -> bool:
         return bool(fence.event <= self.host_ms)
 

@@ -28,7 +28,7 @@ from ds_fgoffload.errors import OffloadConfigError
 SIZE = 'a whole number of bytes >= 0, or text such as "64MiB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 KEYS = (
     '"enabled", "modules", "exclude", "recompute", "policy", "max_overhead", "target_saved_bytes", "min_tensor_bytes", '
-    '"release_window_bytes", "prefetch_window_bytes", "release_pipeline_buffers", "host_pool"'
+    '"release_window_bytes", "prefetch_window_bytes", "release_pipeline_buffers", "report_after_steps", "host_pool"'
 )
 
 
@@ -51,6 +51,7 @@ def test_defaults() -> None:
         "release_window_bytes": None,
         "prefetch_window_bytes": None,
         "release_pipeline_buffers": False,
+        "report_after_steps": 5,
         "host_pool": {
             "max_bytes": None,
             "node_max_bytes": None,
@@ -77,6 +78,7 @@ def test_every_key_is_taken() -> None:
         "release_window_bytes": "64MiB",
         "prefetch_window_bytes": 5e8,
         "release_pipeline_buffers": True,
+        "report_after_steps": 0,
         "host_pool": {
             "max_bytes": "1.5GiB",
             "node_max_bytes": "8GiB",
@@ -93,6 +95,7 @@ def test_every_key_is_taken() -> None:
         "release_window_bytes": 67108864,
         "prefetch_window_bytes": 500_000_000,
         "release_pipeline_buffers": True,
+        "report_after_steps": 0,
         "host_pool": {
             **section["host_pool"],
             "max_bytes": 1610612736,
@@ -242,7 +245,7 @@ def test_every_field_has_its_docstring(model: Any) -> None:
 
 def test_what_is_not_honoured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(config_module.logger, "warning", said.append)
+    monkeypatch.setattr(config_module, "warn", said.append)
     config_module._warn_once.cache_clear()
     section = {"modules": ["a"], "max_overhead": 0, "target_saved_bytes": "1GiB"}
     parse_config(section)

@@ -18,8 +18,9 @@ from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.host_limit import Room
 from ds_fgoffload.lease import Account
 from ds_fgoffload.ledger import Ledger
+from ds_fgoffload.pinning import register_host
 from ds_fgoffload.pool import HostPool, HostPoolSettings, host_pool
-from ds_fgoffload.streams import Fence, make_streams, register_host
+from ds_fgoffload.streams import Fence, make_streams
 from ds_fgoffload.transfer import Transfer
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

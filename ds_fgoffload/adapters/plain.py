@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,12 @@ class PlainAdapter:
         pass
 
     def on_destroy(self, detach: Callable[[], None]) -> None:
+        pass
+
+    def after_step(self, stepped: Callable[[], None]) -> None:
+        pass  # the steps of a loop of the user's own are not seen
+
+    def monitor(self, numbers: Mapping[str, float]) -> None:
         pass
 
     def release(self) -> None:
