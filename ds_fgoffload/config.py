@@ -136,16 +136,18 @@ class FineGrainedOffloadConfig(_Section):
     """Reserved: patterns for modules whose tensors are computed again in backward. This version refuses any."""
 
     policy: Literal["auto", "all"] = "auto"
-    """``"all"``: every eligible storage of the modules is offloaded. ``"auto"``: the package chooses; in this version
-    it offloads every eligible storage, as ``"all"`` does."""
+    """``"all"``: every eligible storage of the modules is offloaded, and compute waits where the link is too slow for
+    that. ``"auto"``: after a few rounds whose times are recorded, only what lowers the peak of device memory within
+    ``max_overhead`` or ``target_saved_bytes``; more if the device would be too small otherwise. On a device without
+    streams (CPU) as ``"all"``."""
 
     max_overhead: float | None = Field(default=None, ge=0, strict=True, allow_inf_nan=False)
-    """Time that offloading may add to a step, as a fraction of the step (0.01 is one per cent). Unset: no limit. Not
-    honoured in this version: a warning says so."""
+    """Time for which compute may wait for copies, as a fraction of forward and backward (0.01 is one per cent; 0: it
+    never waits). Of ``policy`` ``"auto"``. Unset: 0.01, or what ``target_saved_bytes`` takes if that is set."""
 
     target_saved_bytes: ByteSize | None = None
-    """Device memory, in bytes, that is enough to free; no more is offloaded than reaches it. Unset: as much as
-    possible. Not honoured in this version: a warning says so."""
+    """Bytes by which the peak of device memory is to fall; no more is offloaded than reaches it. Of ``policy``
+    ``"auto"``. Unset: as much as possible."""
 
     min_tensor_bytes: ByteSize = 1 << 20
     """A saved tensor stays on the device if its storage is smaller than this many bytes. Default: 1 MiB. 0: every size
@@ -153,12 +155,14 @@ class FineGrainedOffloadConfig(_Section):
 
     release_window_bytes: ByteSize | None = None
     """Bytes of storages under copy to the host that may still lie on the device in forward; beyond it the compute
-    stream waits for the oldest copy and its memory is given back. Unset: automatic. 0: each copy is waited for at
-    once."""
+    stream waits for the oldest copy and its memory is given back. Unset: memory is given back when its copy is known to
+    be over, from the times of recorded rounds. 0: each copy is waited for at once. If this or the next key is set,
+    nothing is planned."""
 
     prefetch_window_bytes: ByteSize | None = None
     """Bytes that may lie on the device at once in backward because they were copied back ahead of need. Unset:
-    automatic. 0: nothing is copied back before it is needed."""
+    each storage comes back just in time, from the times of recorded rounds. 0: nothing is copied back before it is
+    needed."""
 
     release_pipeline_buffers: StrictBool = False
     """Whether a ``PipelineEngine`` lets go of the last stage's outputs and labels and the first stage's inputs as soon
@@ -205,9 +209,12 @@ def parse_config(section: Mapping[str, Any] | FineGrainedOffloadConfig | None) -
             config = FineGrainedOffloadConfig.model_validate(plain)
         except ValidationError as error:
             raise OffloadConfigError("\n".join(_line(fault) for fault in error.errors())) from None
-    for key in ("max_overhead", "target_saved_bytes"):
-        if config.enabled and getattr(config, key) is not None:
-            _warn_once(f"{SECTION}.{key} is not honoured in this version: nothing is planned by it yet")
+    windows = [key for key in ("release_window_bytes", "prefetch_window_bytes") if getattr(config, key) is not None]
+    if windows or config.policy == "all":
+        why = f"{windows[0]} is set" if windows else 'policy is "all"'
+        for key in ("max_overhead", "target_saved_bytes"):
+            if config.enabled and getattr(config, key) is not None:
+                _warn_once(f"{SECTION}.{key} has no effect: {why}, and nothing is chosen then")
     return config
 
 

@@ -243,17 +243,20 @@ def test_every_field_has_its_docstring(model: Any) -> None:
     assert HostPoolConfig.model_fields["pin_memory"].description.startswith("Page-lock the host memory.")
 
 
-def test_what_is_not_honoured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"policy": "all"}, 'policy is "all"'), ({"prefetch_window_bytes": 0}, "prefetch_window_bytes is set")],
+)
+def test_what_has_no_effect_is_said_once(more: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(config_module, "warn", said.append)
     config_module._warn_once.cache_clear()
     section = {"modules": ["a"], "max_overhead": 0, "target_saved_bytes": "1GiB"}
-    parse_config(section)
-    parse_config(section)
-    parse_config({"modules": ["a"]})
+    for given in ({**section, **more}, {**section, **more}, section, {"modules": ["a"], **more}):
+        parse_config(given)
     assert said == [
-        "fine_grained_offload.max_overhead is not honoured in this version: nothing is planned by it yet",
-        "fine_grained_offload.target_saved_bytes is not honoured in this version: nothing is planned by it yet",
+        f"fine_grained_offload.max_overhead has no effect: {why}, and nothing is chosen then",
+        f"fine_grained_offload.target_saved_bytes has no effect: {why}, and nothing is chosen then",
     ]
 
 
