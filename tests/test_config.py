@@ -252,8 +252,8 @@ def test_what_has_no_effect_is_said_once(more: dict[str, object], why: str, monk
     monkeypatch.setattr(config_module, "warn", said.append)
     config_module._warn_once.cache_clear()
     section = {"modules": ["a"], "max_overhead": 0, "target_saved_bytes": "1GiB"}
-    for given in ({**section, **more}, {**section, **more}, section, {"modules": ["a"], **more}):
-        parse_config(given)
+    for text in ({**section, **more}, {**section, **more}, section, {"modules": ["a"], **more}):
+        parse_config(text)
     assert said == [
         f"fine_grained_offload.max_overhead has no effect: {why}, and nothing is chosen then",
         f"fine_grained_offload.target_saved_bytes has no effect: {why}, and nothing is chosen then",
