@@ -11,7 +11,7 @@ import argparse
 import random
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -46,8 +46,8 @@ def experts(draw: random.Random, steps: int) -> Iterator[Step]:
         step: Step = []
         for _ in range(LAYERS):
             weights = [draw.gammavariate(2.0, 1.0) for _ in range(8)]
-            chosen = Counter(draw.choices(range(8), weights, k=2 * 8192))
-            step += [(chosen[expert], width) for expert in range(8) for width in (HIDDEN, HIDDEN // 2)]
+            tokens = [int(2 * 8192 * weight / sum(weights)) for weight in weights]
+            step += [(chosen, width) for chosen in tokens for width in (HIDDEN, HIDDEN // 2)]
         yield [shape for shape in step if shape[0]]
 
 
