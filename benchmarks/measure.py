@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -94,8 +95,12 @@ def peaks() -> tuple[int, int]:
 
 
 def pinned_bytes() -> int:
-    """Host memory that torch's own allocator has page-locked."""
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if ON_GPU else 0
+    """Host memory that torch's own allocator has page-locked, in use or not."""
+    if not ON_GPU:
+        return 0
+    stats = torch.cuda.host_memory_stats()
+    # before torch 2.12 "allocated" was what is in use
+    return int(stats.get("reserved_bytes.current", stats.get("allocated_bytes.current", 0)))
 
 
 class BytesToHost(TorchDispatchMode):
@@ -122,9 +127,14 @@ def gradient_sums(model: torch.nn.Module) -> str:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Kernels whose results have the same bits each time; slower, and not for what is timed."""
+    """Kernels whose results have the same bits each time; slower, and not for what is timed.
+
+    An operation that has no such kernel raises. (If it only warned, flash attention would stay as it is.)
+    """
     fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    # torch asks for it; cuBLAS reads it when it starts, so that the timed steps keep their workspace
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -219,7 +229,7 @@ def save(name: str, figures: dict[str, Any]) -> None:
         "benchmark": name,
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "commit": os.environ.get("COMMIT") or _commit(),
-        "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": "python -m " + shlex.join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "deepspeed": deepspeed.__version__},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),

@@ -22,42 +22,23 @@ import ds_fgoffload
 from benchmarks.measure import ON_GPU, trl_activation_offloading
 from ds_fgoffload.selection import select
 
-SELECTED: dict[str, list[str]] = {
-    "deepseek": [
-        "layers.*.mlp.experts.fc1",
-        "layers.*.mlp.experts.act",
-        "layers.*.input_layernorm",
-        "layers.*.post_attention_layernorm",
-    ],
-    "llama8b": ["layers.*.attn_norm", "layers.*.mlp_norm", "layers.*.mlp.act_fn", "layers.*.mlp.down_proj"],
-}
-"""What is offloaded: 0.92 GiB a layer of the one stack, 288 MiB of the other at 4096 tokens."""
-
-OURS: dict[str, dict[str, Any]] = {
-    "ours almost free": {"max_overhead": 0.01},
-    "ours everything": {"policy": "all"},
-    "ours at most 5%": {"max_overhead": 0.05},
-    "ours 4 GiB": {"target_saved_bytes": "4GiB"},
-}
-"""Sections of ours by the mode's name; ``modules`` are SELECTED unless a section has its own."""
-
-LEARNING_STEPS = 8
-
 
 @dataclass(frozen=True)
 class Job:
     """What every mode trains: ``loss = model(tokens)``, backward into gradients that stay allocated, no optimizer."""
 
     kind: str
-    """A key of SELECTED."""
+    """Which of the stacks it is."""
     model: nn.Module
     tokens: torch.Tensor
+    selected: Sequence[str]
+    """Patterns of the modules that are offloaded."""
     tiny: bool = False
 
     def section(self, section: Mapping[str, Any]) -> dict[str, Any]:
         """The whole section of a mode of ours; in a tiny model every saved tensor is smaller than the default size."""
         smallest = {"min_tensor_bytes": 0} if self.tiny else {}
-        return {"modules": SELECTED[self.kind], **smallest, **section}
+        return {"modules": list(self.selected), **smallest, **section}
 
     def step(self) -> torch.Tensor:
         """Forward and backward; the loss, detached."""
@@ -69,7 +50,7 @@ class Job:
 
     def units(self) -> list[nn.Module]:
         """The selected modules."""
-        return list(select(self.model, SELECTED[self.kind]).units.values())
+        return list(select(self.model, self.selected).units.values())
 
 
 @dataclass
@@ -203,30 +184,3 @@ def around(modules: Sequence[nn.Module], make: Callable[[], AbstractContextManag
     finally:
         for handle in handles:
             handle.remove()
-
-
-def table(sections: Mapping[str, Mapping[str, Any]] = OURS) -> dict[str, Mode]:
-    """All modes by name, in the order in which a round runs them; ``sections`` are those of ours."""
-    modes = [Mode("plain", "nothing", plain)]
-    modes += [
-        Mode(name, name, partial(ours, section=section), LEARNING_STEPS, section=section)
-        for name, section in sections.items()
-    ]
-    modes += [
-        Mode("trl", "TRL `OffloadActivations`, the same modules", partial(trl, whole=False), needs_gpu=True),
-        Mode("save_on_cpu", "`save_on_cpu(pin_memory=True)`, the same modules", partial(on_cpu, whole=False)),
-        Mode("recompute", "every layer recomputed", recompute),
-        Mode(
-            "deepspeed",
-            "DeepSpeed `CheckpointHiddenStatesOffload` (recompute, layer inputs on the host)",
-            deepspeed_checkpoint_inputs,
-            needs_gpu=True,
-        ),
-        Mode("trl whole", "TRL `OffloadActivations`, the whole model", partial(trl, whole=True), needs_gpu=True),
-        Mode("save_on_cpu whole", "`save_on_cpu(pin_memory=True)`, the whole model", partial(on_cpu, whole=True)),
-    ]
-    return {mode.name: mode for mode in modes}
-
-
-OPTIONAL = {"trl whole", "save_on_cpu whole"}
-"""Run only when asked for: they take seconds a step and tens of GiB of pinned memory."""

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.on_time --seconds 420`` measures the DeepSeek-V3-shaped stack, ``--reads also`` a second time
 with a blocking read in every router, ``--model llama8b`` a dense stack. ``--modes`` takes names or globs of those in
-``benchmarks.modes``; ``--setting 'name={"max_overhead": 0.02}'`` adds a mode of ours. ``--steps 200`` runs many steps
-instead of rounds and tells the peak of every 20. A mode that fails is recorded with its error. The file of results is
-written after every mode.
+``benchmarks.settings``; ``--setting 'name={"max_overhead": 0.02}'`` adds a mode of ours. ``--steps 200`` runs many
+steps instead of rounds and tells the peak of every 20. A mode that fails is recorded with its error. The file of
+results is written after every mode.
 
 Protocol: a mode is opened and warmed up (ours learns meanwhile), the allocator's cache is emptied once, one more step,
 the peaks are reset, then steps are timed on the device. Every round goes through all modes. In the first, each
@@ -19,14 +19,14 @@ import fnmatch
 import gc
 import json
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_fgoffload
-from benchmarks import deepseek, modes
+from benchmarks import deepseek, modes, settings
 from benchmarks.decoder import Decoder, DecoderShape
 from benchmarks.measure import (
     GIB,
@@ -44,15 +44,24 @@ from benchmarks.measure import (
     time_steps,
     timed,
 )
-from ds_fgoffload.streams import unpin_unused_host
+from ds_fgoffload.pinning import unpin_unused_host
 
+FindOut: TypeAlias = Callable[[modes.Run, dict[str, Any]], None]
 READS = {"no": (False,), "only": (True,), "also": (False, True)}
 STEPS_PER_PEAK = 20
+SHOWN = (
+    *("step_ms_median", "step_ms_min", "step_ms_max", "added_time", "max_reserved_gib", "freed_reserved_gib"),
+    *("max_allocated_gib", "freed_allocated_gib", "moved_gib", "stalled_ms", "stalled_share", "pinned_gib"),
+)
+TOLD = (
+    *("per_step", "losses_equal", "gradients_equal", "find_pinned failed", "find_moved failed"),
+    *("find_gradients failed", "max_reserved_gib_per_20_steps", "counts", "planned_gib"),
+)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(modes.SELECTED), default="deepseek")
+    parser.add_argument("--model", choices=sorted(settings.SELECTED), default="deepseek")
     parser.add_argument("--modes", nargs="+", default=[], help="names or globs; default: all but the slowest")
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=JSON", help="one more section of ours")
     parser.add_argument("--reads", choices=sorted(READS), default="no", help="a blocking read in every router")
@@ -93,16 +102,16 @@ def build(arguments: argparse.Namespace) -> modes.Job:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     length = 64 if arguments.tiny else arguments.length
-    return modes.Job(
-        arguments.model, model, torch.randint(0, shape.vocabulary, (1, length), device=device), arguments.tiny
-    )
+    tokens = torch.randint(0, shape.vocabulary, (1, length), device=device)
+    return modes.Job(arguments.model, model, tokens, settings.SELECTED[arguments.model], arguments.tiny)
 
 
 class Comparison:
     """Runs modes on one job and keeps what was measured, by the mode's key: its name, and whether routers read."""
 
-    def __init__(self, job: modes.Job, arguments: argparse.Namespace) -> None:
+    def __init__(self, job: modes.Job, arguments: argparse.Namespace, chosen: list[modes.Mode]) -> None:
         self.job = job
+        self.chosen = chosen
         self.arguments = arguments
         self.until_s = time.monotonic() + arguments.seconds
         self.rounds: dict[str, list[Steps]] = {}
@@ -111,11 +120,12 @@ class Comparison:
         self.not_run: dict[str, str] = {}
         self.longest_s: dict[str, float] = {}
 
-    def run_all(self, chosen: list[modes.Mode]) -> None:
+    def run_all(self) -> None:
         """All rounds, as far as the time goes."""
         for round_ in range(1 if self.arguments.steps else self.arguments.rounds):
             for reads in READS[self.arguments.reads]:
-                for mode in chosen:
+                # each second round the other way round, so that what changes with time falls on all alike
+                for mode in self.chosen if round_ % 2 == 0 else reversed(self.chosen):
                     self._run_if_possible(mode, reads, round_)
 
     def _run_if_possible(self, mode: modes.Mode, reads: bool, round_: int) -> None:
@@ -158,38 +168,28 @@ class Comparison:
                 facts = self._run_many(run, warmup)
                 self.facts[key] = facts
                 return
-            before = counts(run)
             steps = run_steps(run.step, warmup=warmup, repeats=self.arguments.repeats, until_s=self.until_s)
-            pinned = pinned_of(run)
             self.rounds.setdefault(key, []).append(steps)
             if first:
-                facts = self.facts[key] = {"pinned_gib": pinned / GIB}
-                facts["counts_while_learning"] = before and difference(before, counts(run))
-                self._look_closer(run, facts)
-                facts.update(run.facts)
+                self.facts[key] = self._facts(run)
 
-    def _look_closer(self, run: modes.Run, facts: dict[str, Any]) -> None:
-        """Steps that are not timed; what cannot be found out is told, and what was measured stands."""
+    def _facts(self, run: modes.Run) -> dict[str, Any]:
+        """What steps that are not timed can tell. What cannot be found out is told, too; what was measured stands."""
+        facts: dict[str, Any] = {}
+        for find_out in (find_pinned, find_moved, self._find_gradients):
+            self._find_if_possible(find_out, run, facts)
+        return {**facts, **run.facts}
+
+    def _find_if_possible(self, find_out: FindOut, run: modes.Run, facts: dict[str, Any]) -> None:
         try:
-            if run.attachment is None:
-                with BytesToHost() as copied:
-                    run.step()
-                facts["moved_gib"] = copied.total / GIB
-            else:
-                before = counts(run)
-                with stalls(run.attachment) as measured:
-                    milliseconds, _ = timed(run.step)
-                per_step = difference(before, counts(run))
-                facts["per_step"] = per_step
-                facts["moved_gib"] = per_step["offloaded_bytes"] / GIB
-                if measured is not None:
-                    facts["stalled_ms"] = measured.milliseconds()
-                    facts["step_ms_while_stalls_are_timed"] = milliseconds
-            with deterministic():
-                facts["deterministic_loss"] = float(run.step())
-                facts["gradient_sums"] = gradient_sums(self.job.model)
+            find_out(run, facts)
         except Exception as error:  # noqa: BLE001 - as above
-            facts["look_closer_failed"] = f"{type(error).__name__}: {str(error)[:500]}"
+            facts[f"{find_out.__name__.strip('_')} failed"] = f"{type(error).__name__}: {str(error)[:500]}"
+
+    def _find_gradients(self, run: modes.Run, facts: dict[str, Any]) -> None:
+        with deterministic():
+            facts["deterministic_loss"] = float(run.step())
+        facts["gradient_sums"] = gradient_sums(self.job.model)
 
     def _run_many(self, run: modes.Run, warmup: int) -> dict[str, Any]:
         """Peak and times of every 20 steps."""
@@ -211,8 +211,8 @@ class Comparison:
             "steps": done,
             "max_reserved_gib_per_20_steps": [part.max_reserved_bytes / GIB for part in parts],
             "max_allocated_gib_per_20_steps": [part.max_allocated_bytes / GIB for part in parts],
-            "pinned_gib": pinned_of(run) / GIB,
         }
+        find_pinned(run, facts)
         if run.attachment is not None:
             facts["counts"] = difference(before, counts(run))
         if measured is not None:
@@ -243,13 +243,20 @@ class Comparison:
         return {
             "arguments": vars(self.arguments),
             "parameters": sum(p.numel() for p in self.job.model.parameters()),
-            "selected": modes.SELECTED[self.job.kind],
+            "selected": list(self.job.selected),
+            "saved_mib_of_a_layer_by_hand": self._saved_by_hand(),
             "parameters_and_gradients_gib": self._static_bytes() / GIB,
             "activations_gib": self._activations_gib(rows),
             "modes": rows,
+            "labels": {name: mode.label for name, mode in settings.table().items()},
+            "sections": {mode.name: mode.section for mode in self.chosen if mode.section is not None},
             "failed": self.failed,
             "not_run": {key: why for key, why in self.not_run.items() if key not in self.failed},
         }
+
+    def _saved_by_hand(self) -> dict[str, float] | None:
+        shape = self.job.model.shape
+        return deepseek.saved_mib(shape, self.job.tokens.numel()) if isinstance(shape, deepseek.DeepSeekShape) else None
 
     def _static_bytes(self) -> int:
         return sum(2 * p.numel() * p.element_size() for p in self.job.model.parameters())
@@ -264,6 +271,29 @@ def key_of(mode: modes.Mode, reads: bool) -> str:
     return f"{mode.name}, reads" if reads else mode.name
 
 
+def find_pinned(run: modes.Run, facts: dict[str, Any]) -> None:
+    """Page-locked memory of ours, or of whoever pins through torch."""
+    pinned = pinned_bytes() if run.attachment is None else ds_fgoffload.host_pool().stats().pinned_bytes
+    facts["pinned_gib"] = pinned / GIB
+
+
+def find_moved(run: modes.Run, facts: dict[str, Any]) -> None:
+    """What a step moves to the host, and for ours all that it counts and how long compute waits for copies."""
+    if run.attachment is None:
+        with BytesToHost() as copied:
+            run.step()
+        facts["moved_gib"] = copied.total / GIB
+        return
+    before = counts(run)
+    with stalls(run.attachment) as measured:
+        milliseconds, _ = timed(run.step)
+    facts["per_step"] = difference(before, counts(run))
+    facts["moved_gib"] = facts["per_step"]["offloaded_bytes"] / GIB
+    if measured is not None:
+        facts["stalled_ms"] = measured.milliseconds()
+        facts["step_ms_while_stalls_are_timed"] = milliseconds
+
+
 def counts(run: modes.Run) -> dict[str, float]:
     """Every number that ours has counted so far."""
     if run.attachment is None:
@@ -273,13 +303,6 @@ def counts(run: modes.Run) -> dict[str, float]:
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     return {key: value - before.get(key, 0) for key, value in after.items()}
-
-
-def pinned_of(run: modes.Run) -> int:
-    """Page-locked bytes of ours, or of whoever pins through torch."""
-    if run.attachment is not None:
-        return ds_fgoffload.host_pool().stats().pinned_bytes
-    return pinned_bytes()
 
 
 @contextlib.contextmanager
@@ -294,13 +317,13 @@ def stalls(attachment: ds_fgoffload.Attachment | None) -> Iterator[Stalls | None
 
 def choose(arguments: argparse.Namespace) -> list[modes.Mode]:
     """The modes to run, in the table's order; plain training always, since all else is compared with it."""
-    sections = dict(modes.OURS)
+    sections = dict(settings.OURS)
     for setting in arguments.setting:
         name, _, section = setting.partition("=")
         sections[name] = json.loads(section)
-    available = modes.table(sections)
+    available = settings.table(sections)
     if not arguments.modes:
-        return [mode for name, mode in available.items() if name not in modes.OPTIONAL]
+        return [mode for name, mode in available.items() if name not in settings.OPTIONAL]
     wanted = {
         name for pattern in ["plain", *arguments.modes] for name in available if fnmatch.fnmatchcase(name, pattern)
     }
@@ -312,12 +335,14 @@ def choose(arguments: argparse.Namespace) -> list[modes.Mode]:
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
     arguments = parse(given)
-    comparison = Comparison(build(arguments), arguments)
-    comparison.run_all(choose(arguments))
+    chosen = choose(arguments)
+    comparison = Comparison(build(arguments), arguments, chosen)
+    comparison.run_all()
     figures = comparison.figures()
     save(arguments.name, figures)
     for key, row in figures["modes"].items():
-        print(key, {k: v for k, v in row.items() if k not in ("rounds", "losses")})
+        print(f"{key}:", ", ".join(f"{name} {row[name]:.3f}" for name in SHOWN if row.get(name) is not None))
+        print("   ", {name: row[name] for name in TOLD if name in row})
     print("failed", figures["failed"])
     print("not run", figures["not_run"])
     return figures

@@ -1,4 +1,4 @@
-"""Puts the figures of benchmarks/results into the README, between its markers."""
+"""Puts the figures of benchmarks/results into the README and docs/benchmarks.md, between their markers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLOT = "docs/on_time.svg"
 BEGIN, END = "<!-- results", "<!-- /results -->"
 
 
 def load(name: str) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return figures
 
 
@@ -105,6 +107,106 @@ def spread(mode: dict[str, Any]) -> str:
     return f"{mode['step_ms_median']:.0f} ms ({mode['step_ms_min']:.0f} to {mode['step_ms_max']:.0f})"
 
 
+STACKS = {
+    "deepseek": "DeepSeek-V3-shaped stack (hidden 7168, latent attention, 16 local experts, top-8)",
+    "llama8b": "Dense Llama-8B-shaped stack (hidden 4096, intermediate 14336)",
+}
+
+
+def on_time(figures: dict[str, Any], *, reads: bool = False) -> list[str]:
+    """Ours beside everyone else, in one process."""
+    arguments = figures["arguments"]
+    modes = {name: mode for name, mode in figures["modes"].items() if name.endswith(READS) == reads}
+    failed = {
+        name: why
+        for name, why in figures["failed"].items()
+        if name.endswith(READS) == reads and name not in modes  # a mode that failed in a later round has figures
+    }
+    with_reads = ", a blocking read in every router" if reads else ""
+    return [
+        f"**{STACKS[arguments['model']]}**, {figures['parameters'] / 1e9:.1f}B parameters, bf16, {arguments['length']} tokens, forward and backward, one {figures['device']}{with_reads}. Activations at the peak of plain training: {figures['activations_gib']:.1f} GiB. Offloaded: `{json.dumps(figures['selected'])}`.",
+        "",
+        "| | max reserved, GiB | freed, GiB | step, median (min to max) | added | moved, GiB | stalled, ms | late reloads | pinned, GiB | losses, gradients equal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(_on_time_row(title(figures, name), mode) for name, mode in modes.items()),
+        *(f"| {title(figures, name)} | failed: {why.split(':')[0]} | | | | | | | | |" for name, why in failed.items()),
+    ]
+
+
+READS = ", reads"
+
+
+def title(figures: dict[str, Any], key: str) -> str:
+    """What a mode is called in a table: ours with its section, others with their label."""
+    name = key.removesuffix(READS)
+    section = figures["sections"].get(name)
+    return f"{name}: `{json.dumps(section)}`" if section is not None else figures["labels"].get(name, name)
+
+
+def _on_time_row(name: str, mode: dict[str, Any]) -> str:
+    def number(key: str, digits: int = 1) -> str:
+        return f"{mode[key]:.{digits}f}" if mode.get(key) is not None else "-"
+
+    late = mode.get("per_step", {}).get("late_reloads")
+    equal = ", ".join("yes" if mode[key] else "NO" for key in ("losses_equal", "gradients_equal") if key in mode)
+    cells = (
+        name,
+        number("max_reserved_gib"),
+        number("freed_reserved_gib"),
+        spread(mode),
+        f"{mode['added_time']:+.1%}",
+        number("moved_gib"),
+        number("stalled_ms"),
+        "-" if late is None else f"{late:.0f}",
+        number("pinned_gib"),
+        equal,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def steps(figures: dict[str, Any]) -> list[str]:
+    """Many steps in a row: the peak stays where it is."""
+    lines = [
+        f"**Many steps.** {STACKS[figures['arguments']['model']]}; max reserved of every 20 steps:",
+        "",
+        "| | steps | max reserved, GiB, least to most of them | late reloads | stalled |",
+        "|---|---|---|---|---|",
+    ]
+    for name, mode in figures["modes"].items():
+        reserved = mode["max_reserved_gib_per_20_steps"]
+        late = mode.get("counts", {}).get("late_reloads")
+        stalled = mode.get("stalled_share")
+        lines.append(
+            f"| {title(figures, name)} | {mode['steps']} | {min(reserved):.2f} to {max(reserved):.2f} | "
+            f"{'-' if late is None else f'{late:.0f}'} | {'-' if stalled is None else f'{stalled:.2%}'} |"
+        )
+    return lines
+
+
+CASES = {"zero1": "ZeRO-1", "zero3": "ZeRO-3", "pipeline": "Pipeline of two stages, ZeRO-1"}
+
+
+def two_gpus(figures: dict[str, Any]) -> list[str]:
+    """Each rank of a DeepSpeed engine."""
+    arguments = figures["arguments"]
+    batches = f"{arguments['micro_batches']} micro-batches of " if arguments["case"] == "pipeline" else ""
+    lines = [
+        f"**{CASES[arguments['case']]}** on two {figures['device']}, {arguments['model']} layers, {batches}{arguments['length']} tokens:",
+        "",
+        "| rank | | max reserved, GiB | freed | step, median (min to max) | added | moved, GiB | stalled, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for rank, modes in enumerate(figures["ranks"]):
+        for name, mode in modes.items():
+            moved = f"{mode['per_step']['offloaded_bytes'] / 2**30:.1f}" if "per_step" in mode else "-"
+            stalled = f"{mode['stalled_ms']:.1f}" if "stalled_ms" in mode else "-"
+            lines.append(
+                f"| {rank} | {name} | {mode['max_reserved_gib']:.1f} | {mode['freed_share'] or 0:.1%} | {spread(mode)} | {mode['added_time']:+.1%} | {moved} | {stalled} |"
+            )
+    equal = all(mode["losses_equal"] for modes in figures["ranks"] for mode in modes.values())
+    return [*lines, "", f"Losses are equal: {'yes' if equal else 'NO'}."]
+
+
 def exactness(names: list[str]) -> list[str]:
     """How many combinations were compared."""
     runs = [load(name) for name in names]
@@ -121,8 +223,16 @@ def source(figures: dict[str, Any]) -> str:
     return f"<sub>`{figures['command']}`, {figures['date'][:10]}, commit {figures['commit'][:8]}, {versions}</sub>"
 
 
-def main() -> None:
+def is_there(name: str) -> bool:
+    return (RESULTS / f"{name}.json").is_file()
+
+
+def readme() -> str:
+    """What stands between the markers of the README."""
     parts: list[str] = []
+    if is_there("on_time_deepseek"):
+        figures = load("on_time_deepseek")
+        parts += [*on_time(figures), "", source(figures), "", f"![memory freed against time added]({PLOT})", ""]
     for name, lines in (
         ("core", core),
         ("pipeline", pipeline),
@@ -132,14 +242,49 @@ def main() -> None:
     ):
         figures = load(name)
         parts += [*lines(figures), "", source(figures), ""]
-    available = [p.stem for p in sorted((ROOT / "benchmarks" / "results").glob("exactness_*.json"))]
-    parts += [*exactness(available), ""]
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    available = [p.stem for p in sorted(RESULTS.glob("exactness_*.json"))]
+    return "\n".join([*parts, *exactness(available), ""])
+
+
+def more() -> str:
+    """What stands between the markers of docs/benchmarks.md: runs that are there, none of which is in the README."""
+    parts: list[str] = []
+    for name in sorted(p.stem for p in RESULTS.glob("on_time_*.json")):
+        figures = load(name)
+        if "ranks" in figures:
+            tables = [two_gpus(figures)]
+        elif figures["arguments"]["steps"]:
+            tables = [steps(figures)]
+        else:
+            found = {key.endswith(READS) for key in figures["modes"]}
+            tables = [on_time(figures, reads=reads) for reads in (False, True) if reads in found]
+            if name == "on_time_deepseek" and False in found:
+                tables.pop(0)  # the README has it
+        for lines in tables:
+            parts += [*lines, "", source(figures), ""]
+    return "".join(f"{line}\n" for line in parts)
+
+
+PAGES = {"README.md": readme, "docs/benchmarks.md": more}
+
+
+def between_markers(page: str) -> str:
+    """What a page has between its markers now."""
+    return _split((ROOT / page).read_text(encoding="utf-8"))[1]
+
+
+def _split(text: str) -> tuple[str, str, str]:
     head, rest = text.split(BEGIN, 1)
     marker, rest = rest.split("\n", 1)
-    _, tail = rest.split(END, 1)
-    readme.write_text(f"{head}{BEGIN}{marker}\n" + "\n".join(parts) + f"{END}{tail}", encoding="utf-8")
+    middle, tail = rest.split(END, 1)
+    return f"{head}{BEGIN}{marker}\n", middle, f"{END}{tail}"
+
+
+def main() -> None:
+    for page, make in PAGES.items():
+        path = ROOT / page
+        head, _, tail = _split(path.read_text(encoding="utf-8"))
+        path.write_text(head + make() + tail, encoding="utf-8")
 
 
 if __name__ == "__main__":

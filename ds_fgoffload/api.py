@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_fgoffload import selection
@@ -19,12 +18,14 @@ from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section,
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.hooks import ModuleHooks, recomputer_of
+from ds_fgoffload.messages import rank, warn
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Action, Plan
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
+from ds_fgoffload.step_log import StepLog
 from ds_fgoffload.streams import accelerator_device
 from ds_fgoffload.transfer import transfer_on
 
@@ -54,7 +55,10 @@ class Attachment:
         chosen = _select(adapter, config)
         device = accelerator_device()
         pool = host_pool()
-        pool.configure(HostPoolSettings(config.host_pool.max_bytes, config.host_pool.pin_memory))
+        pool.configure(
+            HostPoolSettings(**{f.name: getattr(config.host_pool, f.name) for f in fields(HostPoolSettings)})
+        )
+        pool_user = pool.add_user(type(target).__name__, config.host_pool.quota_bytes)
         self._adapter = adapter
         self._target = weakref.ref(target)
         plan = Plan(
@@ -68,7 +72,7 @@ class Attachment:
             Eligibility(adapter.root, config.min_tensor_bytes, device),
             plan,
             transfer_on(device),
-            pool,
+            pool_user,
             raise_when_full=config.host_pool.on_full == "error",
             wish=_wish(config),
         )
@@ -77,12 +81,14 @@ class Attachment:
         )
         self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader, self._recomputer)
         self._unseen_checkpoints = UnseenCheckpoints(adapter.root, self._hooks, self._offloader.unit_stats)
-        pool.add_user()
-        self._leave_pool = weakref.finalize(self, pool.remove_user)
+        self._leave_pool = weakref.finalize(self, pool_user.leave)
         if config.enabled and config.release_pipeline_buffers:
             adapter.release_engine_buffers()
         itself = weakref.ref(self)
-        adapter.on_destroy(lambda: _detach_if_there(itself()))
+        adapter.on_destroy(lambda: _call_if_there(itself(), Attachment.detach))
+        self._log = StepLog(config.report_after_steps)
+        if config.enabled:
+            adapter.after_step(lambda: _call_if_there(itself(), Attachment._step_taken))
         _tallies.append(Tally(self, self._offloader.unit_stats))
 
     def stats(self) -> OffloadStats:
@@ -99,9 +105,12 @@ class Attachment:
         """Counts of every rank as plain numbers. Collective: every rank that has the engine must call it."""
         return [counts.as_dict() for counts in self._gather()]
 
-    def report(self) -> str:
-        """The table of all ranks. Collective: every rank that has the engine must call it, and each gets the table."""
-        return render(self._gather())
+    def report(self, *, expand: bool = False) -> str:
+        """The table of all ranks. Collective: every rank that has the engine must call it, and each gets the table.
+
+        Modules that differ by their layer's number are one row; ``expand`` gives each unit of each rank a row.
+        """
+        return render(self._gather(), expand=expand)
 
     def detach(self) -> None:
         """Takes every hook off. Graphs that are alive keep working; their host memory goes back as they die."""
@@ -122,8 +131,16 @@ class Attachment:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
+    def _step_taken(self) -> None:
+        counts = self.counts(0)
+        self._adapter.monitor(self._log.step_taken(counts))
+        if self._log.report_is_due:
+            text = self.report()
+            if rank() == 0:
+                print(text)  # noqa: T201 - asked for by report_after_steps
+
     def _gather(self) -> list[RankCounts]:
-        return [replace(counts, rank=rank) for rank, counts in enumerate(self._adapter.gather(self.counts(0)))]
+        return [replace(counts, rank=number) for number, counts in enumerate(self._adapter.gather(self.counts(0)))]
 
 
 def attach(
@@ -210,10 +227,12 @@ def _is_whole_ds_config(config: Mapping[str, Any]) -> bool:
 
 def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Selection:
     if not config.enabled:
-        logger.warning(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
+        warn(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
         return selection.Selection({}, {}, {})
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude, config.recompute)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
+    for note in chosen.notes:
+        warn(f"{SECTION}: {note}")
     return chosen
 
 
@@ -227,6 +246,6 @@ def _wish(config: FineGrainedOffloadConfig) -> Wish | None:
     )
 
 
-def _detach_if_there(attachment: Attachment | None) -> None:
+def _call_if_there(attachment: Attachment | None, call: Callable[[Attachment], None]) -> None:
     if attachment is not None:
-        attachment.detach()
+        call(attachment)

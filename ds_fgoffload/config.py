@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
-from deepspeed.utils import logger
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -32,6 +31,7 @@ from pydantic import (
 )
 
 from ds_fgoffload.errors import OffloadConfigError
+from ds_fgoffload.messages import warn
 
 SECTION = "fine_grained_offload"
 
@@ -84,11 +84,31 @@ class HostPoolConfig(_Section):
 
     max_bytes: ByteSize | None = None
     """Most host memory that this rank pins, in bytes. Unset: a safe share of the host's memory, divided by the ranks
-    of the node."""
+    of the node, and what the other ranks leave of theirs."""
+
+    node_max_bytes: ByteSize | None = None
+    """Most host memory that all ranks and jobs of this user pin on a node, in bytes; all of them must set it. Unset:
+    half of what is available if ``max_bytes`` is unset too, else no bound."""
+
+    quota_bytes: ByteSize | None = None
+    """Most host memory that this engine has on lease from the rank's pool, in bytes, where several engines share it.
+    Unset: what the pool has."""
+
+    preallocate_bytes: ByteSize = 0
+    """Host memory to take and page-lock in the background as soon as the engine is attached, in bytes. Default: 0, the
+    pool grows in the first steps."""
 
     pin_memory: StrictBool = True
     """Page-lock the host memory. Copies overlap with compute only out of page-locked memory; ``false`` is for systems
     that refuse to pin, and is slow."""
+
+    on_pin_failure: Literal["pageable", "keep"] = "pageable"
+    """What happens when the system refuses to page-lock. ``"pageable"``: memory that is not page-locked is used, which
+    is slow. ``"keep"``: as if the pool were full."""
+
+    idle_trim_s: float | None = Field(default=120.0, ge=0, strict=True, allow_inf_nan=False)
+    """Seconds without offloaded tensors (evaluation, generation, saving) after which the pool's memory goes back to the
+    system; the next step takes it again. ``null``: never. Default: 120."""
 
     on_full: Literal["keep", "error"] = "keep"
     """What happens when the pool is full. ``"keep"``: the storage stays on the device, and is counted. ``"error"``: the
@@ -119,16 +139,18 @@ class FineGrainedOffloadConfig(_Section):
     says why. ``exclude`` wins over this too."""
 
     policy: Literal["auto", "all"] = "auto"
-    """``"all"``: every eligible storage of the modules is offloaded. ``"auto"``: the package chooses; in this version
-    it offloads every eligible storage, as ``"all"`` does."""
+    """``"all"``: every eligible storage of the modules is offloaded, and compute waits where the link is too slow for
+    that. ``"auto"``: after a few rounds whose times are recorded, only what lowers the peak of device memory within
+    ``max_overhead`` or ``target_saved_bytes``; more if the device would be too small otherwise. On a device without
+    streams (CPU) as ``"all"``."""
 
     max_overhead: float | None = Field(default=None, ge=0, strict=True, allow_inf_nan=False)
-    """Time that offloading may add to a step, as a fraction of the step (0.01 is one per cent). Unset: no limit. Not
-    honoured in this version: a warning says so."""
+    """Time for which compute may wait for copies, as a fraction of forward and backward (0.01 is one per cent; 0: it
+    never waits). Of ``policy`` ``"auto"``. Unset: 0.01, or what ``target_saved_bytes`` takes if that is set."""
 
     target_saved_bytes: ByteSize | None = None
-    """Device memory, in bytes, that is enough to free; no more is offloaded than reaches it. Unset: as much as
-    possible. Not honoured in this version: a warning says so."""
+    """Bytes by which the peak of device memory is to fall; no more is offloaded than reaches it. Of ``policy``
+    ``"auto"``. Unset: as much as possible."""
 
     min_tensor_bytes: ByteSize = 1 << 20
     """A saved tensor stays on the device if its storage is smaller than this many bytes. Default: 1 MiB. 0: every size
@@ -136,20 +158,26 @@ class FineGrainedOffloadConfig(_Section):
 
     release_window_bytes: ByteSize | None = None
     """Bytes of storages under copy to the host that may still lie on the device in forward; beyond it the compute
-    stream waits for the oldest copy and its memory is given back. Unset: automatic. 0: each copy is waited for at
-    once."""
+    stream waits for the oldest copy and its memory is given back. Unset: memory is given back when its copy is known to
+    be over, from the times of recorded rounds. 0: each copy is waited for at once. If this or the next key is set,
+    nothing is planned."""
 
     prefetch_window_bytes: ByteSize | None = None
     """Bytes that may lie on the device at once in backward because they were copied back ahead of need. Unset:
-    automatic. 0: nothing is copied back before it is needed."""
+    each storage comes back just in time, from the times of recorded rounds. 0: nothing is copied back before it is
+    needed."""
 
     release_pipeline_buffers: StrictBool = False
     """Whether a ``PipelineEngine`` lets go of the last stage's outputs and labels and the first stage's inputs as soon
     as a micro-batch has gone backward, instead of keeping them until their buffer is used again. For a script that does
     not read ``engine.pipe_buffers`` itself. Without effect on other engines."""
 
+    report_after_steps: int = Field(default=5, ge=0, strict=True)
+    """After how many optimizer steps rank 0 prints the report, when the first steps' learning is over. 0: never. The
+    report at the end of ``ds_fgoffload.run`` does not depend on it. Plain modules take no steps that are seen."""
+
     host_pool: HostPoolConfig = HostPoolConfig()
-    """The host memory that offloaded tensors lie in: ``max_bytes``, ``pin_memory``, ``on_full``."""
+    """The host memory that offloaded tensors lie in: how much, how it is taken and when it goes back."""
 
     @model_validator(mode="after")
     def _modules_are_named(self) -> FineGrainedOffloadConfig:
@@ -173,9 +201,12 @@ def parse_config(section: Mapping[str, Any] | FineGrainedOffloadConfig | None) -
             config = FineGrainedOffloadConfig.model_validate(plain)
         except ValidationError as error:
             raise OffloadConfigError("\n".join(_line(fault) for fault in error.errors())) from None
-    for key in ("max_overhead", "target_saved_bytes"):
-        if config.enabled and getattr(config, key) is not None:
-            _warn_once(f"{SECTION}.{key} is not honoured in this version: nothing is planned by it yet")
+    windows = [key for key in ("release_window_bytes", "prefetch_window_bytes") if getattr(config, key) is not None]
+    if windows or config.policy == "all":
+        why = f"{windows[0]} is set" if windows else 'policy is "all"'
+        for key in ("max_overhead", "target_saved_bytes"):
+            if config.enabled and getattr(config, key) is not None:
+                _warn_once(f"{SECTION}.{key} has no effect: {why}, and nothing is chosen then")
     return config
 
 
@@ -223,13 +254,14 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    logger.warning(message)
+    warn(message)
 
 
 _ALLOWED = {
     "bool_type": "true, false",
     "string_type": "text",
     "list_type": "a list of patterns",
+    "int_type": "a whole number >= 0",
     "float_type": "a number >= 0",
     "finite_number": "a number >= 0",
     "greater_than_equal": "a number >= 0",

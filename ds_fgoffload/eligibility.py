@@ -22,6 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+EXCLUDED = "excluded"
+"""Saved in a module that the user excluded."""
+HOST_FULL = "host_full"
+"""No room in the host pool."""
+DEVICE_FULL = "device_full"
+"""No device memory to pack small storages in."""
 PARAMETER = "parameter"
 """A parameter, a view of one, or the copy of one in autocast's dtype."""
 BUFFER = "buffer"

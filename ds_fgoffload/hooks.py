@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from ds_fgoffload import packing
 from ds_fgoffload.compiled import (
     ModuleHook,
     compile_is_used,
@@ -25,15 +25,15 @@ from ds_fgoffload.compiled import (
     modules_above,
     uncompiled,
 )
+from ds_fgoffload.messages import warn
+from ds_fgoffload.names import abbreviated
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.open_calls import OpenCall, OpenCalls
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.recompute import Recomputer
 from ds_fgoffload.recompute_cost import RecomputeCost
 from ds_fgoffload.recomputed_unit import RecomputedUnit, Surroundings
-from ds_fgoffload.remade import Remade
 from ds_fgoffload.saved import KeptTensor
-from ds_fgoffload.scope import Scope
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.transfer import streams_on
 
@@ -58,10 +58,10 @@ class ModuleHooks:
         leave_hooks_uncompiled()
         self._offloader = offloader
         self._recomputer = recomputer
-        self._pack = _pack if recomputer is None else partial(_pack_or_promise, recomputer)
-        self._unpack = offloader.unpack if recomputer is None else partial(_unpack, offloader)
+        self._pack = packing.pack if recomputer is None else partial(packing.pack_or_promise, recomputer)
+        self._unpack = offloader.unpack if recomputer is None else partial(packing.unpack, offloader)
         self._uncompiled_pack, self._uncompiled_unpack = uncompiled(self._pack), uncompiled(self._unpack)
-        self._keep = uncompiled(_keep)
+        self._keep = uncompiled(packing.keep)
         self._kept = uncompiled(KeptTensor.tensor)
         self._ours = (self._unpack, self._uncompiled_unpack)
         self._units = offloader.unit_stats
@@ -87,11 +87,13 @@ class ModuleHooks:
         if recomputer is not None:
             self._root_handles += (root.register_forward_hook(ModuleHook(self._leave_root), always_call=True),)
         self._above = {name: modules_above(name, root) for name in {**hooked, **recomputed}}
+        self._landmarks = self._hook_landmarks(hooked) if offloader.plans else ()
         self._unhook_compiled()
 
     def remove(self) -> None:
         """Takes every hook off the modules. Graphs that are alive keep working."""
-        for handles in (self._root_handles, *self._handles.values(), *self._recompute_handles.values()):
+        recomputed = self._recompute_handles
+        for handles in (self._root_handles, self._landmarks, *self._handles.values(), *recomputed.values()):
             _remove(handles)
         self._handles.clear()
         self._recompute_handles.clear()
@@ -102,6 +104,23 @@ class ModuleHooks:
         scope = self._open_calls.scope()
         return None if scope is None or scope.excluded else scope.unit
 
+    def _hook_landmarks(self, hooked: Mapping[str, nn.Module]) -> tuple[RemovableHandle, ...]:
+        """Modules beside the units, and beside what those lie in: their calls are moments at which memory may leave."""
+        if compile_is_used():
+            return ()
+        above = dict.fromkeys(module for modules in self._above.values() for module in modules)
+        beside = dict.fromkeys(child for module in above for child in module.children() if child not in above)
+        landmarks = [module for module in beside if module not in set(hooked.values())]
+        return tuple(
+            module.register_forward_pre_hook(ModuleHook(partial(self._pass_by, number)))
+            for number, module in enumerate(landmarks)
+        )
+
+    def _pass_by(self, number: int, *_: Any) -> None:
+        again = self._recomputer is not None and self._recomputer.is_running
+        if torch.is_grad_enabled() and not again and not packing.in_backward():
+            self._offloader.pass_by(number)
+
     def _unhook_compiled(self) -> None:
         """Says which modules are compiled away, and unhooks them: compiled code would be compiled anew for each.
 
@@ -110,13 +129,14 @@ class ModuleHooks:
         """
         lost = tuple(name for name, above in self._above.items() if is_compiled_away(above))
         if lost:
+            _remove(self._landmarks)
             for name in lost:
                 _remove((*self._handles.pop(name, ()), *self._recompute_handles.pop(name, ())))
                 del self._above[name]
                 if name in self._units:
                     self._units[name].compiled = True
-            logger.warning(
-                f"fine_grained_offload: {', '.join(lost)}: torch.compile has compiled what they lie in, and "
+            warn(
+                f"fine_grained_offload: {abbreviated(lost)}: torch.compile has compiled what they lie in, and "
                 "compiled code calls no hooks of the modules in it: such units are neither offloaded nor "
                 "recomputed, and such excluded modules not kept; select the compiled module itself, or compile "
                 "modules inside the units"
@@ -131,9 +151,9 @@ class ModuleHooks:
         if any(module._compiled_call_impl is not None for module in self._compilable):
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not packing.in_backward():
             self._offloader.begin_micro_batch()
-            if self._recomputer is not None and self._recomputer.is_needed and _hooks_allowed():
+            if self._recomputer is not None and self._recomputer.is_needed and packing.hooks_allowed():
                 self._enter_root(self._recomputer)
 
     def _end_micro_batch(self, _root: nn.Module, _arguments: object, output: object) -> None:
@@ -141,14 +161,14 @@ class ModuleHooks:
         self._watch(output)
 
     def _watch(self, output: object) -> None:
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not packing.in_backward():
             self._offloader.watch_backward(output)
 
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
         scope = hooks = None
-        if torch.is_grad_enabled() and _hooks_allowed():
+        if torch.is_grad_enabled() and packing.hooks_allowed():
             again = self._recomputer is not None and self._recomputer.is_running
-            if again or _in_backward():
+            if again or packing.in_backward():
                 # A checkpointed region runs again. What it saves is used at once, and a non-reentrant checkpoint
                 # counts the saves that it sees: it must see as many as the first time.
                 hooks = saved_tensors_hooks(self._keep, self._kept)
@@ -203,7 +223,7 @@ class ModuleHooks:
             assert self._recomputer is not None
             _, unpack = self._pack_and_unpack()
             opened = self._recomputer.open(
-                unit, args, kwargs, partial(_pack_argument, self._offloader, self._open_calls.scope()), unpack
+                unit, args, kwargs, partial(packing.pack_argument, self._offloader, self._open_calls.scope()), unpack
             )
             if opened is not None:
                 hooks = saved_tensors_hooks(uncompiled(opened.call.pack), unpack)
@@ -213,7 +233,12 @@ class ModuleHooks:
     def _is_to_recompute(self) -> bool:
         """Not inside another such unit, nor where somebody else, such as a checkpoint, takes what is saved."""
         assert self._recomputer is not None
-        if not torch.is_grad_enabled() or _in_backward() or not _hooks_allowed() or self._recomputer.is_running:
+        if (
+            not torch.is_grad_enabled()
+            or packing.in_backward()
+            or not packing.hooks_allowed()
+            or self._recomputer.is_running
+        ):
             return False
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
         return not self._open_calls.is_recomputed() and (top is None or top[1] in self._ours)
@@ -235,8 +260,8 @@ class ModuleHooks:
     def _tell_what_is_only_recomputed(self) -> None:
         if self._only_recomputed and not self._told_recomputed:
             self._told_recomputed = True
-            logger.warning(
-                f"fine_grained_offload: {', '.join(self._only_recomputed)}: nothing is offloaded of units inside a "
+            warn(
+                f"fine_grained_offload: {abbreviated(self._only_recomputed)}: nothing is offloaded of units inside a "
                 "reentrant checkpoint, because nothing is saved there before backward; use_reentrant=False lets them "
                 "be offloaded instead of computed again, and a unit around the checkpoint offloads its inputs"
             )
@@ -258,39 +283,6 @@ def recomputer_of(
     return Recomputer(modules, stats, counted, plan, device, surroundings)
 
 
-def _pack(offloader: Offloader, scope: Scope, tensor: torch.Tensor) -> object:
-    # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
-    return KeptTensor(tensor) if torch._C._current_graph_task_id() != -1 else offloader.pack(scope, tensor)
-
-
-def _pack_or_promise(recomputer: Recomputer, offloader: Offloader, scope: Scope | None, tensor: torch.Tensor) -> object:
-    if torch._C._current_graph_task_id() != -1:
-        return KeptTensor(tensor)
-    promise = recomputer.promise(tensor)
-    return _pack_argument(offloader, scope, tensor) if promise is None else promise
-
-
-def _pack_argument(offloader: Offloader, scope: Scope | None, tensor: torch.Tensor) -> object:
-    return KeptTensor(tensor) if scope is None else offloader.pack(scope, tensor)
-
-
-def _unpack(offloader: Offloader, packed: Any) -> torch.Tensor:
-    return packed.tensor() if type(packed) is Remade else offloader.unpack(packed)
-
-
-def _keep(tensor: torch.Tensor) -> KeptTensor:
-    return KeptTensor(tensor)
-
-
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _hooks_allowed() -> bool:
-    # torch.func transforms forbid saved-tensor hooks while they run
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

@@ -17,23 +17,19 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_fgoffload.eligibility import PARAMETER, Eligibility
+from ds_fgoffload.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
 from ds_fgoffload.plan import Act, Action, Plan, Site, Verb
 from ds_fgoffload.planner import Wish
-from ds_fgoffload.pool import HostPool
+from ds_fgoffload.pool import HostPool, PoolUser
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.schedule import Schedule
 from ds_fgoffload.scope import Scope
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
 from ds_fgoffload.transfer import Transfer
 from ds_fgoffload.tuner import Tuner
-
-EXCLUDED = "excluded"
-HOST_FULL = "host_full"
-DEVICE_FULL = "device_full"
 
 ALONE_BYTES = 1 << 20
 """A storage of this size or more travels alone: copies of 1 MiB already run at nine tenths of the link's rate."""
@@ -47,8 +43,7 @@ class Offloader:
     Args:
         units: the units' modules by name.
         excluded: modules inside units whose tensors stay on the device, by name.
-        eligibility: decides per tensor.
-        plan: decides per site.
+        eligibility, plan: decide per tensor, and per site.
         wish: what plans made from recorded rounds are to reach; None: none is made, the windows hold.
         transfer, pool: where the bytes go.
         raise_when_full: raise when the host pool is full, instead of keeping the tensor on the device.
@@ -61,7 +56,7 @@ class Offloader:
         eligibility: Eligibility,
         plan: Plan,
         transfer: Transfer,
-        pool: HostPool,
+        pool: HostPool | PoolUser,
         *,
         raise_when_full: bool,
         wish: Wish | None = None,
@@ -74,6 +69,7 @@ class Offloader:
         recorder = transfer.recorder
         self._schedule = Schedule(plan, synchronous=transfer.synchronous, witness=recorder)
         self._tuner = None if recorder is None else Tuner(wish, recorder)
+        self.plans = wish is not None and recorder is not None
         self._lock = threading.RLock()
         self._unit_stats = {name: UnitStats() for name in units}
         self._excluded_stats = {name: UnitStats() for name in excluded}
@@ -107,7 +103,7 @@ class Offloader:
                 tensor.grad_fn.register_prehook(began)
 
     def open_scope(self, unit: str, module: nn.Module) -> Scope:
-        """A unit, or an excluded module inside one, is called with gradients enabled."""
+        """A unit, or an excluded module in one, is called with gradients enabled."""
         with self._lock:
             excluded = unit in self._excluded_stats
             stats = (self._excluded_stats if excluded else self._unit_stats)[unit]
@@ -118,6 +114,12 @@ class Offloader:
             expected_bytes = self._scope_bytes.get(unit, 0)
             self._carry_out(self._schedule.scope_opened(self._micro_batch, unit, call, expected_bytes))
             return Scope(unit, module, stats, self._micro_batch, call, excluded=excluded)
+
+    def pass_by(self, landmark: int) -> None:
+        """A module outside all units is called in forward: a moment like others, at which memory may leave."""
+        with self._lock:
+            self._bury()
+            self._carry_out(self._schedule.passed_by(self._micro_batch, landmark))
 
     def close_scope(self, scope: Scope) -> None:
         """The call has returned or raised: what still waits to be packed is sent off."""
@@ -149,11 +151,7 @@ class Offloader:
             return SavedView(storage, Layout.of(tensor))
 
     def unpack(self, packed: SavedView | KeptTensor) -> torch.Tensor:
-        """Autograd needs a tensor back.
-
-        Raises:
-            RuntimeError: it was changed in place since it was saved.
-        """
+        """Autograd needs a tensor back. Raises ``RuntimeError`` if it was changed in place since it was saved."""
         if type(packed) is KeptTensor:
             return packed.tensor()
         assert type(packed) is SavedView

@@ -26,6 +26,7 @@ class Place(NamedTuple):
 class Kind(Enum):
     """What can happen in a round that the schedule sees."""
 
+    LANDMARK = "a module that is no unit is called"
     OPENED = "a unit is called"
     CLOSED = "the call has ended"
     SAVED = "something is saved"

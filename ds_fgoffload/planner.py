@@ -71,8 +71,7 @@ def plan_round(recording: Recording, wish: Wish, *, caution: float = 1.0) -> For
             simulated, choosy = the_round.simulate(chosen, limit_bytes, choosy=False), False
     limit_bytes = max(limit_bytes, simulated.peak_bytes)
     useful = the_round.useful(simulated, limit_bytes)
-    if wish.target_saved_bytes is not None:
-        useful = the_round.fewest(useful, limit_bytes, choosy=choosy)
+    useful = the_round.fewest(useful, limit_bytes, choosy=choosy)
     final = the_round.simulate(useful, limit_bytes, choosy=choosy)
     return _forecast(the_round, final, kept=the_round.saved.keys() - final.absences.keys(), within_window=False)
 

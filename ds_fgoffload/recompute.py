@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.arguments import Argument, flatten
 from ds_fgoffload.compiled import is_compiled
 from ds_fgoffload.conditions import Conditions
+from ds_fgoffload.messages import warn
+from ds_fgoffload.names import abbreviated
 from ds_fgoffload.plan import Plan
 from ds_fgoffload.purity import Traces, is_plain, objection_to, state_tensors, storage_identity, version_of
 from ds_fgoffload.recomputed_unit import RecomputedUnit, Surroundings
@@ -87,6 +88,7 @@ class Recomputer:
         self._around = surroundings
         self._outputs: dict[int, tuple[Output, RecomputedCall]] = {}
         self._in_forward = False
+        self._refused: dict[str, list[RecomputedUnit]] = {}
 
     @property
     def is_running(self) -> bool:
@@ -107,6 +109,7 @@ class Recomputer:
     def forward_ended(self) -> None:
         self._outputs.clear()
         self._in_forward = False
+        self._tell_what_is_refused()
 
     def read_cost(self) -> None:
         """Counts the times of what the device has done."""
@@ -200,10 +203,17 @@ class Recomputer:
     def refuse(self, unit: RecomputedUnit, reason: str) -> None:
         """From now on the unit keeps what it saves."""
         unit.stats.recompute_refused = reason
-        logger.warning(
-            f"fine_grained_offload.recompute: {shown(unit.name)} ({type(unit.module).__name__}) is not recomputed: "
-            f'{reason}; it keeps what it saves. Take it out of "recompute", or use activation checkpointing'
-        )
+        self._refused.setdefault(reason, []).append(unit)
+
+    def _tell_what_is_refused(self) -> None:
+        for reason, units in self._refused.items():
+            names = abbreviated([shown(unit.name) for unit in units])
+            classes = ", ".join(dict.fromkeys(type(unit.module).__name__ for unit in units))
+            warn(
+                f"fine_grained_offload.recompute: {names} ({classes}): not recomputed, because {reason}; what is saved "
+                'there is kept. Take it out of "recompute", or use activation checkpointing'
+            )
+        self._refused.clear()
 
     def _forget_what_is_gone(self) -> None:
         gone = [identity for identity, (output, _) in self._outputs.items() if output.is_gone()]

@@ -7,8 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from deepspeed.utils import logger
-
+from ds_fgoffload.messages import warn
 from ds_fgoffload.stats import UnitStats, shown
 from ds_fgoffload.streams import Fence, Streams
 
@@ -92,7 +91,7 @@ class RecomputeCost:
         self._told = True
         costly = sorted(self._spent_ms.items(), key=lambda spent: -spent[1])[:3]
         most = ", ".join(f"{shown(unit)} {ms / self._period_ms:.1%}" for unit, ms in costly)
-        logger.warning(
+        warn(
             f"fine_grained_offload.recompute: recomputing takes {spent_ms / self._period_ms:.1%} of the step, more "
             f"than {COSTLY_SHARE:.0%} (most: {most}); recompute what is cheap, such as norms and activation functions, "
             'and list costly modules under "modules" instead, to offload them'

@@ -5,7 +5,6 @@ Events are queued on the streams as the round goes, and read when the device has
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +12,11 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ds_fgoffload.plan import Moment, Place, Points
+from ds_fgoffload.reads import Reads
 from ds_fgoffload.simulation import Passed, Recording
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Fence, Streams
 
-READ_LAG_MS = 0.3
-"""A device that is behind the host by less is not waited for; and the host needs less to go on after a read."""
-ROUNDS_OF_LAG = 16
-"""In so many rounds the clocks of host and device do not drift apart by anything that matters here."""
 SMALLEST_TIMED_BYTES = 1 << 20
 """Smaller copies say more of the start of a copy than of the link's rate."""
 
@@ -35,7 +31,6 @@ class _Mark(NamedTuple):
     size_bytes: int
     away_bytes: int
     fence: Fence
-    host_ms: float
     memory_bytes: int
 
 
@@ -84,25 +79,35 @@ class Recorder:
         self._round = _Round()
         self._over: deque[_Round] = deque()
         self._rates: dict[Direction, float] = {}
-        self._origin: Fence | None = None  # of the last round
-        self._origin_ms = 0.0  # since that of the first
-        self._least_lags_ms: deque[float] = deque(maxlen=ROUNDS_OF_LAG)
-        self._least_ms: dict[Moment, float] = {}  # that a read before a moment took when no copy delayed it
-        self.measure_memory = False
-        """Whether the device's allocated memory is asked for at each moment, which costs the host some time."""
+        self._reads = Reads()
+        self._after_reads: set[Moment] = set()
+        self._reads_before = 0
+        self._measures = False
+
+    def measure(self, *, measure: bool) -> None:
+        """Whether memory is asked for at each moment and reads are looked out for, which takes the host some time."""
+        if measure != self._measures:
+            self._measures = measure
+            self._streams.watch_reads(watch=measure)
+            self._reads_before = self._streams.reads()
 
     def round_began(self, points: Points | None) -> None:
         if self._round.marks:
-            self._round.peak_bytes = self._streams.peak_allocated_bytes() if self.measure_memory else 0
+            self._round.peak_bytes = self._streams.peak_allocated_bytes() if self._measures else 0
             self._over.append(self._round)
         self._round = _Round(points)
 
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
         fence = self._streams.fence(self._compute())
         assert fence is not None
-        memory_bytes = self._streams.allocated_bytes() if self.measure_memory else 0
-        host_ms = time.perf_counter_ns() / 1e6
-        self._round.marks.append(_Mark(moment, size_bytes, away_bytes, fence, host_ms, memory_bytes))
+        memory_bytes = 0
+        if self._measures:
+            memory_bytes = self._streams.allocated_bytes()
+            reads = self._streams.reads()
+            if reads != self._reads_before:
+                self._reads_before = reads
+                self._after_reads.add(moment)
+        self._round.marks.append(_Mark(moment, size_bytes, away_bytes, fence, memory_bytes))
 
     def held(self, place: Place) -> None:
         self._round.held.add(place)
@@ -127,19 +132,7 @@ class Recorder:
         for direction, copies in over.copies.items():
             self._count_copies(direction, copies, origin)
         stalled_ms = self._count_waits(over, origin)
-        passed, read_ms = self._passed(over, origin, stalled_ms)
-        if len(self._rates) < len(Direction):
-            one_of_both = next(iter(self._rates.values()), 0.0)
-            rates = {direction: self._rates.get(direction, one_of_both) for direction in Direction}
-        else:
-            rates = self._rates
-        recording = Recording(
-            passed,
-            rates[Direction.OUT],
-            rates[Direction.IN],
-            frozenset(over.held),
-            sum(stalled_ms) + read_ms,
-        )
+        recording = self._recording(over, origin, stalled_ms)
         highest_bytes = max(mark.memory_bytes for mark in over.marks)
         return Recorded(recording, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
 
@@ -180,59 +173,29 @@ class Recorder:
             stalled_ms[marks] += waited_ms
         return stalled_ms
 
-    def _passed(self, over: _Round, origin: Fence, stalled_ms: list[float]) -> tuple[list[Passed], float]:
-        """The moments without the waits, and how long reads were kept waiting by copies."""
+    def _recording(self, over: _Round, origin: Fence, stalled_ms: list[float]) -> Recording:
+        """The moments without the waits."""
         at_ms = [self._streams.elapsed_ms(origin, mark.fence) for mark in over.marks]
-        lags_ms = self._lags(over, at_ms, origin)
-        ends_ms = sorted(self._streams.elapsed_ms(origin, copy.end) for copy in over.copies[Direction.OUT])
+        ends_ms = [self._streams.elapsed_ms(origin, copy.end) for copy in over.copies[Direction.OUT]]
         passed: list[Passed] = []
         taken_out_ms = reads_waited_ms = 0.0
+        guessed = False
         for position, mark in enumerate(over.marks):
             taken_out_ms += stalled_ms[position]
-            read_at_ms = None
-            if position and _host_waited(over.marks[position - 1], mark, lags_ms[position - 1]):
-                begin_ms, end_ms = at_ms[position - 1] + stalled_ms[position], at_ms[position] - lags_ms[position]
-                waited_ms = self._waited_at_read(mark.moment, begin_ms, end_ms, ends_ms)
-                taken_out_ms += waited_ms
-                reads_waited_ms += waited_ms
-                read_at_ms = end_ms - taken_out_ms
+            read = None
+            if position and mark.moment in self._after_reads:
+                begin_ms = at_ms[position - 1] + stalled_ms[position]
+                read = self._reads.seen(mark.moment, begin_ms, at_ms[position], ends_ms)
+                taken_out_ms += read.waited_ms
+                reads_waited_ms += read.waited_ms
+                guessed = guessed or read.guessed
             memory_bytes = mark.memory_bytes + mark.away_bytes
             own_ms = at_ms[position] - taken_out_ms
+            read_at_ms = None if read is None else own_ms - read.after_ms
             passed.append(Passed(mark.moment, own_ms, mark.size_bytes, memory_bytes, read_at_ms))
-        return passed, reads_waited_ms
-
-    def _lags(self, over: _Round, at_ms: list[float], origin: Fence) -> list[float]:
-        """By mark, how far the device was behind the host.
-
-        The clocks have nothing in common but that the device never was ahead; at some mark of the last rounds it was
-        not behind either.
-        """
-        if self._origin is not None:
-            self._origin_ms += self._streams.elapsed_ms(self._origin, origin)
-        self._origin = origin
-        lags_ms = [self._origin_ms + at - mark.host_ms for at, mark in zip(at_ms, over.marks, strict=True)]
-        self._least_lags_ms.append(min(lags_ms))
-        least_ms = min(self._least_lags_ms)
-        return [lag - least_ms for lag in lags_ms]
-
-    def _waited_at_read(self, moment: Moment, begin_ms: float, end_ms: float, ends_ms: list[float]) -> float:
-        """How much of the time before a read returned passed in waiting for copies.
-
-        A read returns when all copies out that were queued before it are over. If the last of them ended just before
-        it returned, the read may have been kept waiting, and how long cannot be seen: half of the time, unless a round
-        in which it was not has shown how long this takes.
-        """
-        took_ms = max(0.0, end_ms - begin_ms)
-        was_last = any(begin_ms < copy_end_ms <= end_ms < copy_end_ms + READ_LAG_MS for copy_end_ms in ends_ms)
-        if not was_last:
-            self._least_ms[moment] = took_ms
-            return 0.0
-        return max(0.0, took_ms - self._least_ms.get(moment, took_ms / 2))
-
-
-def _host_waited(before: _Mark, mark: _Mark, lag_ms: float) -> bool:
-    """Whether the host, ahead of the device by ``lag_ms`` at the mark before, let it catch up until this one."""
-    return lag_ms > READ_LAG_MS and mark.host_ms - before.host_ms >= lag_ms
+        d2h, h2d = (self._rates.get(direction, max(self._rates.values(), default=0.0)) for direction in Direction)
+        waited_ms = sum(stalled_ms) + reads_waited_ms
+        return Recording(passed, d2h, h2d, frozenset(over.held), waited_ms, guessed)
 
 
 def _last_fences(over: _Round) -> list[Fence]:

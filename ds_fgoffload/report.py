@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_fgoffload.eligibility import TOO_SMALL
+from ds_fgoffload.names import families
 from ds_fgoffload.pool import HostPoolStats
-from ds_fgoffload.stats import OffloadStats, UnitStats, shown
+from ds_fgoffload.stats import SUMMED, OffloadStats, UnitStats, shown
 
 _WIDTH = 400  # room for any name; the table takes no more than it needs
 _BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept")
@@ -31,21 +32,37 @@ class RankCounts:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
         units = {name: _plain(stats) for name, stats in self.offload.units.items()}
-        pool = {f"pool_{name}": value for name, value in vars(self.pool).items()}
+        pool = {f"pool_{name}": value for name, value in asdict(self.pool).items()}
         return {"rank": self.rank, **_plain(self.offload), "units": units, **pool}
 
 
-def render(ranks: Sequence[RankCounts]) -> str:
-    """One row per rank and unit, a row of sums per rank, and a sentence about each unit that did nothing useful."""
+def render(ranks: Sequence[RankCounts], *, expand: bool = False) -> str:
+    """The table, and a sentence about each unit that did nothing useful.
+
+    Units that differ by their layer's number are one row, summed over the ranks that have them; a row of sums for each
+    rank follows. With ``expand`` each unit of each rank has a row.
+    """
     table = Table(title="fine_grained_offload: bytes since attaching", title_justify="left")
     recompute = any(counts.offload.recomputed_bytes for counts in ranks)
     for name in ("rank", "unit", "calls", *_BYTES_COLUMNS, *["recomputed"] * recompute, "late"):
         table.add_column(name, justify="left" if name in ("rank", "unit") else "right")
+    if not expand:
+        for family in _families(ranks):
+            table.add_row(
+                _numbers(family.ranks),
+                Text(family.name),
+                str(family.stats.calls),
+                *_cells(family.stats, recompute=recompute),
+            )
+        table.add_section()
     for counts in ranks:
-        for unit, stats in counts.offload.units.items():
-            table.add_row(str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats, recompute=recompute))
-        cells = _cells(counts.offload, recompute=recompute)
-        table.add_row(str(counts.rank), "all units", "", *cells, style="bold", end_section=True)
+        if expand:
+            for unit, stats in counts.offload.units.items():
+                table.add_row(
+                    str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats, recompute=recompute)
+                )
+        sums = [str(counts.rank), "all units", "", *_cells(counts.offload, recompute=recompute)]
+        table.add_row(*sums, style="bold", end_section=expand)
     console = Console(file=io.StringIO(), width=_WIDTH)
     console.print(table)
     for line in _remarks(ranks):
@@ -53,6 +70,35 @@ def render(ranks: Sequence[RankCounts]) -> str:
     text = console.file
     assert isinstance(text, io.StringIO)
     return text.getvalue()
+
+
+@dataclass
+class _Family:
+    """Units that differ by their layer's number only, on all ranks that have them."""
+
+    name: str
+    ranks: list[int]
+    stats: UnitStats
+
+
+def _families(ranks: Sequence[RankCounts]) -> list[_Family]:
+    names = list(dict.fromkeys(name for counts in ranks for name in counts.offload.units))
+    found = []
+    for name, members in families(names).items():
+        having = [counts for counts in ranks if any(member in counts.offload.units for member in members)]
+        every = [units[m] for units in (counts.offload.units for counts in having) for m in members if m in units]
+        stats = UnitStats(calls=sum(unit.calls for unit in every))
+        for key in SUMMED:
+            setattr(stats, key, sum(getattr(unit, key) for unit in every))
+        found.append(_Family(shown(name), [counts.rank for counts in having], stats))
+    return found
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """``0-7`` where no rank is left out, else all of them."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
 
 
 def human(size_bytes: int) -> str:
@@ -104,51 +150,56 @@ def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
 
 
 def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
-    remarks = []
     units: dict[str, list[UnitStats]] = {}
     for counts in ranks:
         for name, stats in counts.offload.units.items():
             units.setdefault(name, []).append(stats)
+    faults: dict[str, list[str]] = {}
     for name, all_stats in units.items():
-        saved = sum(stats.saved_bytes for stats in all_stats)
-        offloaded = sum(stats.offloaded_bytes for stats in all_stats)
-        held = sum(stats.held_bytes for stats in all_stats)
-        skipped = sum((stats.skipped for stats in all_stats), Counter[str]())
-        remarks += _on_recomputation(name, all_stats)
-        if any(stats.compiled for stats in all_stats):
-            remarks.append(f"unit {shown(name)} saved nothing: it lies in a module that torch.compile has compiled")
-        elif not any(stats.calls for stats in all_stats):
-            why = (
-                "it was only called in reentrant checkpoints (use_reentrant=False offloads instead of recomputing)"
-                if any(stats.recomputed_calls for stats in all_stats)
-                else "it was never called with gradients enabled, or only by compiled code"
-            )
-            remarks.append(f"unit {shown(name)} saved nothing: {why}")
-        elif not saved and not any(stats.recompute for stats in all_stats):
-            why = (
-                ", ".join(f"{reason} {n}" for reason, n in skipped.items())
-                or "nothing in it saves tensors for backward"
-            )
-            remedy = "; storages below min_tensor_bytes stay: lower it" if skipped[TOO_SMALL] else ""
-            remarks.append(f"unit {shown(name)} saved nothing that may be offloaded ({why}){remedy}")
-        elif offloaded and held == offloaded:
-            remarks.append(f"unit {shown(name)} freed nothing: something else held every storage until backward")
-    return remarks
+        for fault in _faults(all_stats):
+            faults.setdefault(fault, []).append(name)
+    return [
+        f"unit{'' if len(names) == 1 else 's'} {', '.join(map(shown, families(names)))}{fault}"
+        for fault, names in faults.items()
+    ]
 
 
-def _on_recomputation(name: str, all_stats: Sequence[UnitStats]) -> list[str]:
-    remarks = []
+def _faults(all_stats: Sequence[UnitStats]) -> list[str]:
+    """What is to be said of a unit, given its counts on every rank that has it."""
+    found = []
+    saved = sum(stats.saved_bytes for stats in all_stats)
+    offloaded = sum(stats.offloaded_bytes for stats in all_stats)
+    held = sum(stats.held_bytes for stats in all_stats)
+    skipped = sum((stats.skipped for stats in all_stats), Counter[str]())
     if any(stats.unseen_checkpoints for stats in all_stats):
-        remarks.append(
-            f"unit {shown(name)}: deepspeed.checkpointing keeps its inputs where no hook sees them; use "
+        found.append(
+            ": deepspeed.checkpointing keeps its inputs where no hook sees them; use "
             "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
         )
+    found += _faults_of_recomputation(all_stats)
+    if any(stats.compiled for stats in all_stats):
+        found.append(" saved nothing: it lies in a module that torch.compile has compiled")
+    elif not any(stats.calls for stats in all_stats):
+        why = (
+            "it was only called in reentrant checkpoints (use_reentrant=False offloads instead of recomputing)"
+            if any(stats.recomputed_calls for stats in all_stats)
+            else "it was never called with gradients enabled, or only by compiled code"
+        )
+        found.append(f" saved nothing: {why}")
+    elif not saved and not any(stats.recompute for stats in all_stats):
+        why = ", ".join(f"{reason} {n}" for reason, n in skipped.items()) or "nothing in it saves tensors for backward"
+        remedy = "; storages below min_tensor_bytes stay: lower it" if skipped[TOO_SMALL] else ""
+        found.append(f" saved nothing that may be offloaded ({why}){remedy}")
+    elif offloaded and held == offloaded:
+        found.append(" freed nothing: something else held every storage until backward")
+    return found
+
+
+def _faults_of_recomputation(all_stats: Sequence[UnitStats]) -> list[str]:
     refusal = next((stats.recompute_refused for stats in all_stats if stats.recompute_refused), "")
     if refusal:
-        remarks.append(f"unit {shown(name)} is not recomputed: {refusal}")
-    elif any(stats.recompute and stats.calls and not stats.recomputations for stats in all_stats):
-        remarks.append(
-            f"unit {shown(name)} was never recomputed: it lies in a checkpoint or in another unit under recompute, or "
-            "backward needs nothing that it saves or gives"
-        )
-    return remarks
+        return [f" is not recomputed: {refusal}"]
+    if any(stats.recompute and stats.calls and not stats.recomputations for stats in all_stats):
+        why = "it lies in a checkpoint or in another unit under recompute, or backward needs nothing that it gives"
+        return [f" was never recomputed: {why}"]
+    return []

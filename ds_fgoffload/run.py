@@ -10,24 +10,21 @@ counts of all ranks, a dictionary for each rank of each engine.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pickle
-import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch.distributed
 from deepspeed.utils import logger
 
 from ds_fgoffload import api
 from ds_fgoffload.report import render
+from ds_fgoffload.script import UserScript
 
 STATS_FILE_VARIABLE = "DS_FGOFFLOAD_STATS_JSON"
 _PATIENCE = timedelta(minutes=5)
@@ -36,25 +33,17 @@ _USAGE = "usage: deepspeed --module ds_fgoffload.run [-m package.module | script
 
 def main(arguments: Sequence[str]) -> None:
     """``arguments``: what follows the module's name; launchers put ``--local_rank=N`` in front of the script."""
-    first = 0
-    while first < len(arguments) and arguments[first].startswith("--local"):
-        first += 1
-    launcher_arguments, rest = list(arguments[:first]), list(arguments[first:])
-    as_module = rest[:1] == ["-m"]
-    if as_module:
-        rest = rest[1:]
-    if not rest or rest[0].startswith("-"):
-        sys.exit(_USAGE)
-    target, script_arguments = rest[0], launcher_arguments + rest[1:]
     board = _Board()
-    with _offloading_initialize(board):
-        sys.argv = [target, *script_arguments]
-        if as_module:
-            sys.path[0] = ""
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(target).resolve().parent)
-            runpy.run_path(target, run_name="__main__")
+    script = UserScript.of(arguments)
+    if script is None:
+        sys.exit(_USAGE)
+
+    def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        made = api.initialize_with(original, *args, **kwargs)
+        board.find()
+        return made
+
+    script.run(initialize)
     _tell(board)
 
 
@@ -89,26 +78,6 @@ class _Board:
         except RuntimeError as error:
             logger.warning(f"fine_grained_offload: rank {self.rank} tells its own counts only: {error}")
             return [item]
-
-
-@contextmanager
-def _offloading_initialize(board: _Board) -> Iterator[None]:
-    original = deepspeed.initialize
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        made = api.initialize_with(original, *args, **kwargs)
-        board.find()
-        return made
-
-    deepspeed.initialize = initialize
-    try:
-        yield
-    except SystemExit as exit_:
-        if exit_.code not in (None, 0):
-            raise
-    finally:
-        deepspeed.initialize = original
 
 
 def _tell(board: _Board) -> None:

@@ -65,6 +65,7 @@ class Schedule:
         self._device_bytes_before = 0  # on the device after the last event of backward
         self._points: Points | None = None
         self._round_points: Points | None = None
+        self._landmarks: dict[int, int] = {}  # calls of modules that are no units, in this micro-batch
         self._position = -1  # of the last moment that was in the recorded round, too
 
     def go_by(self, points: Points | None) -> None:
@@ -79,7 +80,13 @@ class Schedule:
                 self._witness.round_began(self._round_points)
             self._points = self._round_points
             self._position = -1
+        self._landmarks.clear()
         return new_round
+
+    def passed_by(self, micro_batch: int, landmark: int) -> list[Act]:
+        """A module that is no unit is called; ``landmark`` tells it from others."""
+        call = self._landmarks[landmark] = self._landmarks.get(landmark, 0) + 1
+        return self._pass(Kind.LANDMARK, micro_batch, Site("", call, landmark))
 
     def scope_opened(self, micro_batch: int, unit: str, call: int, expected_bytes: int) -> list[Act]:
         """A unit is called that saved ``expected_bytes`` the last time.

@@ -6,6 +6,7 @@ A pattern is matched against the full names of ``model.named_modules()``:
 ``layers.*.mlp``   a shell glob over the whole name; ``*`` also crosses dots
 ``re:...``         a regular expression that the whole name must match
 ``class:Name``     the class name, or the qualified ``module.Name``; also globs
+``@alias``         a part of a decoder layer, such as ``@attn_norm``, by the family's own names: :mod:`.aliases`
 =================  ====================================================================================================
 
 Rules:
@@ -28,7 +29,6 @@ different layers: :func:`match`, then gather, then :func:`check`. :func:`select`
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
@@ -37,8 +37,11 @@ from typing import TypeAlias
 
 from torch import nn
 
+from ds_fgoffload import aliases
 from ds_fgoffload.config import SECTION
 from ds_fgoffload.errors import OffloadConfigError
+from ds_fgoffload.families import FAMILIES
+from ds_fgoffload.names import nearest, one_per_shape, shape
 
 _Named: TypeAlias = tuple[str, nn.Module]
 _Test: TypeAlias = Callable[[str, nn.Module], bool]
@@ -56,6 +59,9 @@ class Selection:
 
     excluded: dict[str, nn.Module]
     """The outermost excluded modules inside some unit, as far as they are called: tensors saved in them stay put."""
+
+    notes: tuple[str, ...] = ()
+    """What an alias became, where the model has no module for just what it says."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,12 @@ def match(
     faults: list[str] = []
     unmatched: list[Unmatched] = []
     selected: dict[str, set[int]] = {"modules": set(), "recompute": set()}
+    notes: dict[str, None] = {}
     barred: set[int] = set()
     for key, patterns in (("modules", modules), ("recompute", recompute), ("exclude", exclude)):
         for pattern in patterns:
             try:
-                test = _compile(pattern)
+                test = _compile(pattern, named, notes)
             except ValueError as error:
                 faults.append(f"{SECTION}.{key}: {error}")
                 continue
@@ -131,10 +138,10 @@ def match(
     inside = _at_or_below(named, tops)
     off = _at_or_below(inside, [entry for entry in inside if id(entry[1]) in barred])
     excluded = {first[id(module)]: module for _, module in _outermost_called(off)}
-    return Selection(units, recomputed, excluded), Findings(
+    return Selection(units, recomputed, excluded, tuple(notes)), Findings(
         faults=tuple(faults),
         unmatched=tuple(unmatched),
-        names=_one_per_shape([name for name, _ in named]) if unmatched else (),
+        names=one_per_shape([name for name, _ in named]) if unmatched else (),
         classes=tuple({type(module).__name__: None for _, module in named}) if unmatched else (),
         selected=sum(map(len, selected.values())),
         units=len(units) + len(recomputed),
@@ -152,46 +159,22 @@ def check(findings: Sequence[Findings]) -> None:
             if (u.key, u.pattern) in everywhere:
                 remedies[u.key, u.pattern] = remedies.get((u.key, u.pattern)) or u.remedy
     if remedies:
-        names = _one_per_shape([name for rank in findings for name in rank.names])
+        names = one_per_shape([name for rank in findings for name in rank.names])
         classes = tuple(dict.fromkeys(name for rank in findings for name in rank.classes))
         kinds = [f"class:{name}" for name in classes]
         for (key, pattern), remedy in remedies.items():
-            near = nearest(pattern, names, classes)
-            hint = (
-                "nearest: " + ", ".join(f'"{name}"' for name in near)
-                if near
-                else _some(kinds if pattern.startswith("class:") else names)
-            )
+            near = [] if pattern.startswith("@") else nearest(pattern, names, classes)
+            if near:
+                hint = "nearest: " + ", ".join(f'"{name}"' for name in near)
+            elif pattern.startswith("@"):
+                hint = f"the names to choose from: {', '.join(_layer_names(names))}"
+            else:
+                hint = _some(kinds if pattern.startswith("class:") else names)
             lines.append(f'{SECTION}.{key}: pattern "{pattern}" matches no module ({hint}){remedy}')
     if not lines and any(rank.selected for rank in findings) and not any(rank.units for rank in findings):
         lines.append(f'{SECTION}.exclude: excludes every module that "modules" selects; narrow one or the other')
     if lines:
         raise OffloadConfigError("\n".join(lines))
-
-
-def nearest(pattern: str, names: Sequence[str], classes: Sequence[str], count: int = 3) -> list[str]:
-    """The ``count`` names (classes, for a ``class:`` pattern) most like ``pattern``, each of another shape."""
-    prefix = "class:" if pattern.startswith("class:") else ""
-    wanted = _shape(_spelled(pattern.removeprefix(prefix)))
-    if prefix:
-        wanted = wanted.rpartition(".")[2]
-    parts = wanted.count(".") + 1
-    matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2(wanted)
-    scored = []
-    for name in classes if prefix else names:
-        shape = _shape(name)
-        # A pattern often lacks the beginning of the name ("layers.0.mlp" for "model.layers.0.mlp"), so that the end of
-        # a name counts too, a little less.
-        for text, worth in {shape: 1.0, ".".join(shape.split(".")[-parts:]): 0.95}.items():
-            matcher.set_seq1(text)
-            if matcher.real_quick_ratio() >= _NEAR and matcher.quick_ratio() >= _NEAR:
-                scored.append((-worth * matcher.ratio(), name))
-    found: dict[str, str] = {}
-    for score, name in sorted(scored):
-        if -score >= _NEAR and len(found) < count:
-            found.setdefault(re.sub(r"\d+", "#", name), prefix + name)
-    return list(found.values())
 
 
 def _some(names: Sequence[str]) -> str:
@@ -200,16 +183,14 @@ def _some(names: Sequence[str]) -> str:
 
 
 _SHOWN = 5
-_NEAR = 0.6
 
 
-def _compile(pattern: str) -> _Test:
-    """The test for one pattern. Raises ``ValueError`` if it cannot be read."""
+def _compile(pattern: str, named: Sequence[_Named], notes: dict[str, None]) -> _Test:
+    """The test for one pattern; ``notes`` gets what an alias became. Raises ``ValueError`` if it cannot be read."""
     if pattern.startswith("@"):
-        raise ValueError(
-            f'pattern "{pattern}": aliases are not known to this version; '
-            f'write the module\'s own name, such as "*.{pattern[1:] or "mlp"}", or "class:Name"'
-        )
+        resolved = aliases.resolve(pattern, named)
+        notes.update(dict.fromkeys(resolved.notes))
+        return lambda name, _: name in resolved.names
     if pattern in {"", "re:", "class:"}:
         raise ValueError(f'pattern "{pattern}" is empty; write a name, a glob, "re:..." or "class:Name"')
     if pattern.startswith("re:"):
@@ -269,6 +250,11 @@ def _outermost_called(region: Sequence[_Named]) -> list[_Named]:
 
 def _remedy(pattern: str, named: Sequence[_Named]) -> str:
     """What to write instead of a pattern that matches nothing, where that is plain."""
+    if pattern.startswith("@"):
+        families = aliases.resolve(pattern, named).families
+        if families:
+            return "".join(f"; a {family} has {', '.join(aliases.words_of(family))}" for family in families)
+        return f"; aliases are known for layers of the classes {', '.join(FAMILIES)}"
     if pattern.startswith(("re:", "class:")):
         return ""
     exact, deeper = _glob(pattern), _glob(f"*.{pattern}")
@@ -278,22 +264,7 @@ def _remedy(pattern: str, named: Sequence[_Named]) -> str:
     return f'; to match at any depth write "*.{pattern}"' if any(deeper(name) for name, _ in named) else ""
 
 
-def _shape(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
-
-
-def _spelled(pattern: str) -> str:
-    """A pattern as the name it might stand for: wildcards in place of numbers become numbers, others go."""
-    text = pattern
-    if text.startswith("re:"):
-        text = re.sub(r"\\d[+*]?|\.[*+]|\[[^]]*\][+*]?", "*", text[3:]).replace("\\", "")
-    text = re.sub(r"(?<![^.])[*?]+(?![^.])", "0", re.sub(r"\[[^]]*\]", "*", text))
-    return re.sub(r"[*?()|^$]", "", text.removeprefix("0."))
-
-
-def _one_per_shape(names: Sequence[str]) -> tuple[str, ...]:
-    shapes: dict[str, str] = {}
-    for name in names:
-        if name:
-            shapes.setdefault(_shape(name), name)
-    return tuple(shapes.values())
+def _layer_names(names: Sequence[str]) -> list[str]:
+    """The names as patterns for any layer, as far as they lie in one; all of them, if none does."""
+    forms = list(dict.fromkeys(shape(name).replace("#", "*") for name in names))
+    return [form for form in forms if "*" in form and not form.endswith("*")] or forms

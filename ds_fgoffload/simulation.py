@@ -45,10 +45,16 @@ class Recording:
     """Places whose memory something else kept until backward."""
     stalled_ms: float = 0.0
     """Time for which compute waited for copies; not in the times above."""
+    guessed: bool = False
+    """Whether it is not certain how long reads of the device were kept waiting by copies."""
 
     @property
     def length_ms(self) -> float:
         return self.passed[-1].at_ms - self.passed[0].at_ms if self.passed else 0.0
+
+    def is_like(self, other: Recording) -> bool:
+        """Whether the same things happened in the same order."""
+        return [passed.moment for passed in self.passed] == [passed.moment for passed in other.passed]
 
     @property
     def peak_bytes(self) -> int:

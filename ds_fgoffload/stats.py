@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-_SUMMED = (
+SUMMED = (
     "saved_bytes",
     "offloaded_bytes",
     "reloaded_bytes",
@@ -110,6 +110,6 @@ def total(units: Mapping[str, UnitStats], live_host_bytes: int) -> OffloadStats:
         copy.skipped = Counter(unit.skipped)
         stats.units[name] = copy
         stats.skipped.update(unit.skipped)
-        for key in _SUMMED:
+        for key in SUMMED:
             setattr(stats, key, getattr(stats, key) + getattr(unit, key))
     return stats

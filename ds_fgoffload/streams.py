@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_fgoffload.cuda_reads import cuda_reads
+
 
 class Fence(NamedTuple):
     """A point on a stream; whoever waits for it comes after everything that was queued there before."""
@@ -56,11 +58,20 @@ class Streams(Protocol):
     def wait(self, stream: Any, fence: Fence | None) -> None:
         """Work queued on ``stream`` from now on comes after ``fence``."""
 
+    def synchronize(self, fence: Fence | None) -> None:
+        """Blocks the host until ``fence`` is reached. Not to be used inside a step that is to be quick."""
+
     def reached(self, fence: Fence) -> bool:
         """Whether the device has passed ``fence``, as far as the host can tell without waiting."""
 
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         """Time on the device from ``begin`` to ``end``, which may be the earlier; both have been reached."""
+
+    def watch_reads(self, *, watch: bool) -> None:
+        """From now on blocking reads of the device by the host are counted, or no longer."""
+
+    def reads(self) -> int:
+        """How many there were while they were watched."""
 
     def allocated_bytes(self) -> int:
         """Device memory in use by tensors of this process, in the order of the calls."""
@@ -103,11 +114,20 @@ class SynchronousStreams:
     def wait(self, stream: Any, fence: Fence | None) -> None:
         pass
 
+    def synchronize(self, fence: Fence | None) -> None:
+        pass
+
     def reached(self, fence: Fence) -> bool:
         return True
 
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return 0.0
+
+    def watch_reads(self, *, watch: bool) -> None:
+        pass
+
+    def reads(self) -> int:
+        return 0
 
     def allocated_bytes(self) -> int:
         return 0
@@ -174,13 +194,27 @@ class AcceleratorStreams:
         if fence is not None and fence.stream != stream:
             stream.wait_event(fence.event)
 
+    def synchronize(self, fence: Fence | None) -> None:
+        if fence is not None:
+            fence.event.synchronize()
+
     def reached(self, fence: Fence) -> bool:
         return bool(fence.event.query())
 
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return float(begin.event.elapsed_time(end.event))
 
+    def watch_reads(self, *, watch: bool) -> None:
+        if self.device.type == "cuda":
+            cuda_reads.watch(self, watch=watch)
+
+    def reads(self) -> int:
+        return cuda_reads.count
+
     def allocated_bytes(self) -> int:
+        if self.device.type == "cuda":  # the same, without a flat dictionary of all that the allocator counts
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
         return int(get_accelerator().memory_allocated(self.device.index))
 
     def peak_allocated_bytes(self) -> int:
@@ -208,32 +242,22 @@ def accelerator_device() -> torch.device:
     return torch.device("cpu") if name == "cpu" else torch.device(name, accelerator.current_device())
 
 
+def accelerator_is_cpu() -> bool:
+    """Whether there is no device but the CPU; asks no device, so that a forked child may ask."""
+    return bool(get_accelerator().device_name() == "cpu")
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """``device`` is this thread's current one meanwhile: a new thread begins with the first, whatever its rank."""
+    if device is None or device.type == "cpu":
+        return nullcontext()
+    context: AbstractContextManager[Any] = get_accelerator().device(device.index)
+    return context
+
+
 def make_streams(device: torch.device) -> Streams:
     """The streams of ``device``."""
     return SynchronousStreams(device) if get_accelerator().is_synchronized_device() else AcceleratorStreams(device)
-
-
-def allocate_host(size_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Host memory (uint8, one-dimensional), page-locked through the accelerator if ``pinned``.
-
-    Raises whatever the accelerator raises if the system refuses.
-    """
-    if not pinned:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-    accelerator = get_accelerator()
-    if hasattr(accelerator, "pin_empty"):  # absent before DeepSpeed 0.19; it spares a pageable copy of the same size
-        memory: torch.Tensor = accelerator.pin_empty(size_bytes, dtype=torch.uint8)
-    else:
-        memory = accelerator.pin_memory(torch.empty(size_bytes, dtype=torch.uint8))
-    return memory
-
-
-def unpin_unused_host() -> None:
-    """Gives the system what torch's pinned allocator keeps for reuse: a tensor's end alone unpins nothing."""
-    # torch.accelerator has had it since torch 2.12
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None and torch.accelerator.is_available():
-        empty()
 
 
 def random_states(device: torch.device) -> tuple[torch.Tensor, ...]:

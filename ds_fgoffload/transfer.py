@@ -63,7 +63,8 @@ class Transfer:
         streams.wait(d2h, written)
         for last_use in lease.fences:
             streams.wait(d2h, last_use)
-        streams.copy(d2h, lease.memory, source)
+        for block, part in lease.beside(source):
+            streams.copy(d2h, block, part)
         return self._copied(Direction.OUT, lease, written, stats)
 
     def before_release(self, copied_out: Fence | None, stats: UnitStats) -> None:
@@ -89,7 +90,8 @@ class Transfer:
         for last_owner in self._computes:
             unused = streams.fence(last_owner)
             streams.wait(h2d, unused)
-        streams.copy(h2d, destination, lease.memory)
+        for block, part in lease.beside(destination):
+            streams.copy(h2d, part, block)
         return destination, self._copied(Direction.IN, lease, unused, stats)
 
     def before_use(self, copied_in: Fence | None, compute: Any, stats: UnitStats) -> None:

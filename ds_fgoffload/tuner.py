@@ -1,11 +1,14 @@
 """Has the next round planned from the last ones, until the plan is as good as the recording allows, and when it is not.
 
-The first round goes by windows. It pins host memory and compiles kernels, so that the rounds after it are shorter:
-a plan holds only for rounds that go as the recorded one did.
+The first rounds go by windows. The very first pins host memory and loads kernels, and says nothing of the others. A
+plan is made from the one of middling length among the last few: equal rounds differ by some per cent, and now and then
+one takes much longer.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import replace
 
 from deepspeed.utils import logger
@@ -14,13 +17,19 @@ from ds_fgoffload.plan import Points
 from ds_fgoffload.planner import Forecast, Wish, plan_round
 from ds_fgoffload.recorder import Recorded, Recorder
 
-EARLY_ROUNDS = 10
-"""Rounds in which a plan is made anew as soon as it does not fit."""
-FITS = 0.03
-"""A round fits a plan if its length differs by no more than this from the one recorded."""
+LAST_ROUNDS = 3
+"""Rounds among which the one of middling length is looked for."""
+FITS = 0.05
+"""Rounds fit a plan if their length differs by no more than this from the one recorded."""
 BEARABLE_STALL = 0.002
 """Time that compute may wait unforeseen, as a fraction of the round."""
-MOST_CAUTION = 2.0
+MORE_CAUTION = 1.03
+MOST_CAUTION = 1.5
+"""How much slower than measured copies are taken to be: a little, and more each time that compute had to wait."""
+PLANS_AT_ONCE = 6
+"""Plans that are made as soon as the last does not fit; after that, each must hold twice as many rounds."""
+MEASURED_ROUNDS = 12
+"""Rounds in which memory and reads are looked at even if the plan seems good."""
 ROOM = 0.92
 """Of the device's memory; the rest goes to what the allocator cannot use."""
 
@@ -36,10 +45,13 @@ class Tuner:
     def __init__(self, wish: Wish | None, recorder: Recorder) -> None:
         self._wish = wish
         self._recorder = recorder
-        self._recorder.measure_memory = wish is not None and not wish.everything
-        self._last: Recorded | None = None
+        self._recorder.measure(measure=wish is not None and not wish.everything)
+        self._news: deque[Recorded] = deque()
+        self._last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
         self._length_ms = 0.0
-        self._caution = 1.0
+        self._guessed = False
+        self._caution = MORE_CAUTION
+        self._too_bold = False
         self._rounds = 0
         self._plans = 0
         self._not_before = 0
@@ -50,55 +62,74 @@ class Tuner:
     def points(self) -> Points | None:
         """At the beginning of a round: what the next is to go by."""
         self.look()
-        recorded, self._last = self._last, None
-        if recorded is not None and self._wish is not None:
-            self._rounds += 1
-            if self._fits(recorded):
-                self._settle(recorded)
-            elif self._rounds >= self._not_before and recorded.recording.d2h_bytes_per_ms:
-                if self._wish.everything or recorded.with_memory:
-                    self._plan(recorded, self._wish)
-                else:
-                    self._recorder.measure_memory = True
+        while self._news:
+            self._consider(self._news.popleft())
         return None if self.forecast is None else self.forecast.points
 
     def look(self) -> None:
         """Reads what the device has passed since."""
         while (recorded := self._recorder.read()) is not None:
-            self._last = recorded
+            self._news.append(recorded)
 
-    def _fits(self, recorded: Recorded) -> bool:
-        """Whether the plan is right for that round. One that did not go by the plan tells nothing of it."""
-        if self.forecast is None:
+    def _consider(self, recorded: Recorded) -> None:
+        self._rounds += 1
+        if self._wish is None or self._rounds == 1 or not recorded.recording.d2h_bytes_per_ms:
+            return
+        if self._last and not recorded.recording.is_like(self._last[-1].recording):
+            self._last.clear()
+        self._last.append(recorded)
+        if self._rounds > MEASURED_ROUNDS:
+            self._recorder.measure(measure=False)
+        if len(self._last) < LAST_ROUNDS:
+            return
+        if self.forecast is not None and self._fits(self.forecast):
+            self._empty_cache_once(recorded)
+        elif self._rounds >= self._not_before:
+            self._plan(self._wish)
+
+    def _fits(self, forecast: Forecast) -> bool:
+        """Whether the plan is right for the last rounds. What did not go by it tells nothing of its waits."""
+        points = forecast.points
+        if points.positions.keys() != {passed.moment for passed in self._last[-1].recording.passed}:
             return False
-        points, recording = self.forecast.points, recorded.recording
-        if points.positions.keys() != {passed.moment for passed in recording.passed}:
-            return False
-        if recorded.points is not points:
+        if any(recorded.points is not points for recorded in self._last):
             return True
-        bearable_ms = self.forecast.stalled_ms + BEARABLE_STALL * recording.length_ms
-        if recording.stalled_ms > bearable_ms and not points.within_window:  # what a window costs, no plan can help
-            self._caution = min(MOST_CAUTION, self._caution * 1.2)
+        recordings = [recorded.recording for recorded in self._last]
+        if self._guessed and not any(recording.guessed for recording in recordings):
             return False
-        change = abs(recording.length_ms - self._length_ms) / self._length_ms
-        return change <= FITS * (1 if self._rounds < EARLY_ROUNDS else 3)
+        length_ms = statistics.median(recording.length_ms for recording in recordings)
+        if abs(length_ms - self._length_ms) > FITS * self._length_ms:
+            return False
+        stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
+        self._too_bold = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * length_ms
+        return points.within_window or not self._too_bold  # what a window costs, no plan can help
 
-    def _plan(self, recorded: Recorded, wish: Wish) -> None:
+    def _plan(self, wish: Wish) -> None:
+        usable = [recorded for recorded in self._last if recorded.with_memory or wish.everything]
+        if not usable:
+            self._recorder.measure(measure=True)
+            return
+        if self._too_bold:
+            self._caution = min(MOST_CAUTION, self._caution * MORE_CAUTION)
+            self._too_bold = False
+        usable.sort(key=lambda recorded: recorded.recording.length_ms)
+        recorded = usable[len(usable) // 2]
         if not wish.everything:
             room_bytes = int(ROOM * self._recorder.total_bytes()) - recorded.peak_between_bytes
             wish = replace(wish, room_bytes=room_bytes)
         self.forecast = plan_round(recorded.recording, wish, caution=self._caution)
+        self._guessed = recorded.recording.guessed
         self._length_ms = max(recorded.recording.length_ms, 1e-3)
+        self._last.clear()
         self._plans += 1
-        if self._rounds > EARLY_ROUNDS:
-            self._not_before = self._rounds + 2 ** min(self._plans, 10)
+        self._not_before = self._rounds + (
+            2 ** min(self._plans - PLANS_AT_ONCE, 10) if self._plans > PLANS_AT_ONCE else 0
+        )
         logger.debug(f"fine_grained_offload: planned from round {self._rounds}: {self._told()}")
 
-    def _settle(self, recorded: Recorded) -> None:
-        if self._rounds > EARLY_ROUNDS:
-            self._recorder.measure_memory = False
+    def _empty_cache_once(self, recorded: Recorded) -> None:
+        """Of what rounds before the plan have left in the allocator's cache, in sizes of their own."""
         if not self._cache_emptied and self.forecast is not None and recorded.points is self.forecast.points:
-            # What rounds before the plan have left in the allocator's cache, in sizes of their own.
             self._cache_emptied = True
             self._recorder.empty_cache()
 

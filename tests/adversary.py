@@ -162,12 +162,22 @@ class AdversarialStreams:
             self.run_copies_before(Counter({self.h2d: self.clock(stream)[self.h2d], self.d2h: all_know}))
         self._roll()
 
+    def synchronize(self, fence: Fence | None) -> None:
+        assert fence is not None
+        fence.event.synchronize()
+
     def reached(self, fence: Fence) -> bool:
         return self._random.random() < 0.9
 
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         """Anything: what is planned by these times is advice."""
         return end.event.at_ms() - begin.event.at_ms() + self._random.random()
+
+    def watch_reads(self, *, watch: bool) -> None:
+        pass
+
+    def reads(self) -> int:
+        return self._random.randrange(3)
 
     def allocated_bytes(self) -> int:
         return self._random.randrange(1 << 14)

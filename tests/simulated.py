@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_fgoffload import recorder
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.hooks import ModuleHooks
 from ds_fgoffload.offloader import Offloader
@@ -46,6 +44,8 @@ class SimulatedStreams:
         self.emptied = 0
         self._total_bytes = total_bytes
         self._fences = 0
+        self._reads = 0
+        self._watched = False
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def work(self, ms: float, made: torch.Tensor | None = None) -> None:
@@ -57,11 +57,9 @@ class SimulatedStreams:
 
     def read(self) -> None:
         """The host waits for compute, and for the copies out that are queued."""
+        self._reads += self._watched
         self.clocks_ms["compute"] = max(self.clocks_ms["compute"], self.clocks_ms["d2h"])
         self.host_ms = max(self.host_ms, self.clocks_ms["compute"])
-
-    def host_ns(self) -> int:
-        return int(self.host_ms * 1e6)
 
     def compute(self) -> str:
         return "compute"
@@ -81,8 +79,12 @@ class SimulatedStreams:
         if stream == "compute":
             self.waited_ms += waited_ms
 
+    def synchronize(self, fence: Fence | None) -> None:
+        assert fence is not None
+        self.host_ms = max(self.host_ms, fence.event)
+
     def reached(self, fence: Fence) -> bool:
-        return True
+        return bool(fence.event <= self.host_ms)
 
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return float(end.event - begin.event)
@@ -95,6 +97,12 @@ class SimulatedStreams:
         memory = torch.empty(size_bytes, dtype=torch.uint8)
         self._made(memory)
         return memory
+
+    def watch_reads(self, *, watch: bool) -> None:
+        self._watched = watch
+
+    def reads(self) -> int:
+        return self._reads
 
     def allocated_bytes(self) -> int:
         self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
@@ -194,11 +202,10 @@ class Training:
 
     def step(self) -> torch.Tensor:
         """One micro-batch; returns the gradient of its input."""
-        with mock.patch.object(recorder.time, "perf_counter_ns", self.streams.host_ns):
-            x = torch.linspace(0.9, 1.1, self.layer_bytes // 4).requires_grad_()
-            self.streams.work(0.1, x)
-            self.model(x).sum().backward()
-            self.streams.read()
+        x = torch.linspace(0.9, 1.1, self.layer_bytes // 4).requires_grad_()
+        self.streams.work(0.1, x)
+        self.model(x).sum().backward()
+        self.streams.read()
         assert x.grad is not None
         return x.grad
 

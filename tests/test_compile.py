@@ -226,12 +226,10 @@ def test_a_unit_inside_compiled_code_is_named(
 ) -> None:
     offload = compare(compile_it, backend, [modules], compiled_first=compiled_first)
     assert offload.stats().saved_bytes == 0
-    names = [modules.replace("*", str(i)) for i in range(BLOCKS)]
+    names = modules.replace("*", "{0,1}")
     (warning,) = warnings()
-    assert f"{', '.join(names)}: {WARNING}" in warning
-    report = offload.report()
-    for name in names:
-        assert f"unit {name} saved nothing: it lies in a module that torch.compile has compiled" in report
+    assert f"{names}: {WARNING}" in warning
+    assert f"units {names} saved nothing: it lies in a module that torch.compile has compiled" in offload.report()
     offload.detach()
 
 
@@ -239,7 +237,7 @@ def test_a_wrapper_made_after_attaching_is_not_seen_but_its_units_are_reported(w
     offload = compare(wrapped, "eager", ["blocks.*"], compiled_first=False)
     assert offload.stats().saved_bytes == 0
     assert warnings() == []
-    assert offload.report().count("never called with gradients enabled, or only by compiled code") == BLOCKS
+    assert "units blocks.{0,1} saved nothing: it was never called with gradients enabled, or" in offload.report()
     offload.detach()
 
 
@@ -266,7 +264,7 @@ def test_wrapped_blocks(backend: str, warnings: Any) -> None:
     offload.detach()
     inside = ds_fgoffload.attach(each_block_wrapped(make(), backend), {"modules": ["*.mlp"]})
     assert len(warnings()) == 1
-    assert inside.report().count("it lies in a module that torch.compile has compiled") == BLOCKS
+    assert "units blocks.{0,1}._orig_mod.mlp saved nothing: it lies in a module that" in inside.report()
     inside.detach()
 
 

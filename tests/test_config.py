@@ -28,7 +28,7 @@ from ds_fgoffload.errors import OffloadConfigError
 SIZE = 'a whole number of bytes >= 0, or text such as "64MiB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 KEYS = (
     '"enabled", "modules", "exclude", "recompute", "policy", "max_overhead", "target_saved_bytes", "min_tensor_bytes", '
-    '"release_window_bytes", "prefetch_window_bytes", "release_pipeline_buffers", "host_pool"'
+    '"release_window_bytes", "prefetch_window_bytes", "release_pipeline_buffers", "report_after_steps", "host_pool"'
 )
 
 
@@ -51,7 +51,17 @@ def test_defaults() -> None:
         "release_window_bytes": None,
         "prefetch_window_bytes": None,
         "release_pipeline_buffers": False,
-        "host_pool": {"max_bytes": None, "pin_memory": True, "on_full": "keep"},
+        "report_after_steps": 5,
+        "host_pool": {
+            "max_bytes": None,
+            "node_max_bytes": None,
+            "quota_bytes": None,
+            "preallocate_bytes": 0,
+            "pin_memory": True,
+            "on_pin_failure": "pageable",
+            "idle_trim_s": 120.0,
+            "on_full": "keep",
+        },
     }
 
 
@@ -68,14 +78,30 @@ def test_every_key_is_taken() -> None:
         "release_window_bytes": "64MiB",
         "prefetch_window_bytes": 5e8,
         "release_pipeline_buffers": True,
-        "host_pool": {"max_bytes": "1.5GiB", "pin_memory": False, "on_full": "error"},
+        "report_after_steps": 0,
+        "host_pool": {
+            "max_bytes": "1.5GiB",
+            "node_max_bytes": "8GiB",
+            "quota_bytes": "1GiB",
+            "preallocate_bytes": 0,
+            "pin_memory": False,
+            "on_pin_failure": "keep",
+            "idle_trim_s": None,
+            "on_full": "error",
+        },
     }
     assert parse_config(section).model_dump() == section | {
         "target_saved_bytes": 2_000_000_000,
         "release_window_bytes": 67108864,
         "prefetch_window_bytes": 500_000_000,
         "release_pipeline_buffers": True,
-        "host_pool": {"max_bytes": 1610612736, "pin_memory": False, "on_full": "error"},
+        "report_after_steps": 0,
+        "host_pool": {
+            **section["host_pool"],
+            "max_bytes": 1610612736,
+            "node_max_bytes": 8 << 30,
+            "quota_bytes": 1 << 30,
+        },
     }
 
 
@@ -124,7 +150,8 @@ def test_the_users_dictionary_is_not_touched() -> None:
             {"modules": ["a"], "host_pool": {"max_byte": 1}},
             [
                 'fine_grained_offload.host_pool.max_byte: unknown key (nearest: "max_bytes"); '
-                'allowed: "max_bytes", "pin_memory", "on_full"'
+                'allowed: "max_bytes", "node_max_bytes", "quota_bytes", "preallocate_bytes", "pin_memory", '
+                '"on_pin_failure", "idle_trim_s", "on_full"'
             ],
         ),
         (
@@ -211,17 +238,20 @@ def test_every_field_has_its_docstring(model: Any) -> None:
     assert HostPoolConfig.model_fields["pin_memory"].description.startswith("Page-lock the host memory.")
 
 
-def test_what_is_not_honoured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"policy": "all"}, 'policy is "all"'), ({"prefetch_window_bytes": 0}, "prefetch_window_bytes is set")],
+)
+def test_what_has_no_effect_is_said_once(more: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(config_module.logger, "warning", said.append)
+    monkeypatch.setattr(config_module, "warn", said.append)
     config_module._warn_once.cache_clear()
     section = {"modules": ["a"], "max_overhead": 0, "target_saved_bytes": "1GiB"}
-    parse_config(section)
-    parse_config(section)
-    parse_config({"modules": ["a"]})
+    for text in ({**section, **more}, {**section, **more}, section, {"modules": ["a"], **more}):
+        parse_config(text)
     assert said == [
-        "fine_grained_offload.max_overhead is not honoured in this version: nothing is planned by it yet",
-        "fine_grained_offload.target_saved_bytes is not honoured in this version: nothing is planned by it yet",
+        f"fine_grained_offload.max_overhead has no effect: {why}, and nothing is chosen then",
+        f"fine_grained_offload.target_saved_bytes has no effect: {why}, and nothing is chosen then",
     ]
 
 

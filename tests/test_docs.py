@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
+import ds_fgoffload
+from benchmarks import tables
+from ds_fgoffload import cli
 from ds_fgoffload.config import SECTION, find_section, parse_config
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for folder in (".", "docs", "ds_configs", "examples/byte_lm") for page in (ROOT / folder).glob("*.md")]
+PAGES = [
+    page
+    for folder in (".", "docs", "ds_configs", "examples/byte_lm", "examples/hf_trainer")
+    for page in (ROOT / folder).glob("*.md")
+]
 
 
 def test_the_configuration_page_is_made_from_the_fields():
@@ -52,3 +62,64 @@ def links():
 @pytest.mark.parametrize(("page", "target"), list(links()))
 def test_every_link_leads_somewhere(page, target):
     assert (page.parent / target).exists()
+
+
+@pytest.mark.parametrize("page", sorted(tables.PAGES))
+def test_tables_are_made_from_the_results(page):
+    assert tables.between_markers(page) == tables.PAGES[page](), "run: python -m benchmarks.tables"
+
+
+def test_the_page_of_aliases_is_made_from_the_table():
+    specification = importlib.util.spec_from_file_location("make_aliases", ROOT / "docs/make_aliases.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run: python docs/make_aliases.py"
+
+
+def blocks(language):
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for number, block in enumerate(re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)):
+            yield pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
+
+
+@pytest.mark.parametrize("text", list(blocks("python")))
+def test_every_python_snippet_calls_what_there_is(text):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("ds_fgoffload"):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = {"ds_fgoffload": ds_fgoffload, "offload": ds_fgoffload.Attachment}.get(node.value.id)
+            assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "ds_fgoffload.attach" and len(node.args) == 2:
+            assert parse_config(ast.literal_eval(node.args[1])).enabled
+
+
+def commands():
+    for parameter in blocks("sh"):
+        lines = parameter.values[0].replace("\\\n", " ").splitlines()
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words = words[1:]
+            if words:
+                yield pytest.param(words, id=f"{parameter.id}-{' '.join(words)[:40]}")
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_every_command_in_the_pages_is_one(words):
+    if words[0] == "ds-fgoffload":
+        command = typer.main.get_command(cli.app).commands[words[1]]
+        context = command.make_context(words[1], words[2:])
+        assert context.params
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    elif words[0] in {"deepspeed", "torchrun", "accelerate"}:
+        assert {"-m", "--module"} & set(words)
+        module = words[next(i for i, word in enumerate(words) if word in {"-m", "--module"}) + 1]
+        assert importlib.util.find_spec(module)
+    for word in words:
+        if word.startswith(("examples/", "ds_configs/")):
+            assert (ROOT / word).exists()

@@ -18,6 +18,7 @@ class Recorder:
     def __init__(self):
         self.events = []
         self.unit_stats = {}
+        self.plans = False
 
     def begin_micro_batch(self):
         self.events.append("begin")

@@ -12,30 +12,51 @@ PACKAGE = Path(ds_fgoffload.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = {
-    7: "api run",
-    6: "report checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
-    5: "hooks",
-    4: "offloader open_calls recompute",
+    8: "cli",
+    7: "api run auto script integrations integrations.transformers suggest "
+    "commands commands.inspect commands.inspect_view commands.doctor commands.top",
+    6: "report step_log page chrome_trace checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
+    5: "hooks watcher",
+    4: "offloader open_calls packing recompute",
     3: "scope",
     2: "saved parcel remade recomputed_unit",
-    1: "selection eligibility transfer pool recorder tuner recompute_cost conditions arguments",
-    0: "compiled purity schedule order plan planner simulation config layout stats streams errors arena host_limit",
+    1: "selection eligibility transfer recorder tuner recompute_cost conditions arguments "
+    "pool pool_user pool_stats stock books lease supply budget ledger region pinning",
+    0: "compiled purity schedule order plan planner simulation reads config layout stats streams cuda_reads errors "
+    "arena host_limit ledger_file keeper names messages families aliases inventory recording",
 }
 BESIDE = {
-    "run": {"api"},
+    "run": {"api", "script"},
+    "auto": {"api"},
+    "integrations.transformers": {"api", "script"},
+    "commands.inspect": {"api", "script"},
+    "commands.inspect_view": {"commands.inspect", "suggest"},
     "adapters": {"adapters.plain", "adapters.zero", "adapters.pipeline"},
     "adapters.pipeline": {"adapters.zero"},
     "saved": {"parcel"},
     "transfer": {"pool", "recorder"},
     "tuner": {"recorder"},
+    "packing": {"offloader", "recompute"},
     "open_calls": {"offloader", "recompute"},
     "remade": {"parcel", "saved"},
     "recomputed_unit": {"remade", "saved"},
     "planner": {"plan", "simulation"},
     "simulation": {"plan"},
+    "reads": {"plan"},
+    "pool": {"budget", "keeper", "lease", "ledger", "pool_stats", "pool_user", "region", "stock", "supply"},
+    "pool_user": {"budget", "lease", "pool_stats"},
+    "pool_stats": {"lease"},
+    "stock": {"books", "lease", "region", "supply"},
+    "books": {"lease", "region"},
+    "budget": {"ledger"},
+    "region": {"pinning"},
+    "supply": {"budget", "pinning", "region"},
+    "streams": {"cuda_reads"},
     "schedule": {"order", "plan"},
     "order": {"plan"},
-    "config": {"errors"},
+    "aliases": {"families"},
+    "step_log": {"report"},
+    "config": {"errors", "messages"},
 }
 """What a module may import of its own layer."""
 
@@ -108,17 +129,20 @@ def test_the_schedule_is_pure_python(module):
 
 
 def test_only_the_hooks_know_saved_tensor_hooks():
-    assert modules_that_mention("torch.autograd.graph", "saved_tensors_hooks") == {"hooks"}
+    assert modules_that_mention("torch.autograd.graph", "saved_tensors_hooks") == {"hooks", "watcher"}
 
 
 def test_only_streams_knows_the_accelerator():
-    assert modules_that_mention("get_accelerator", "deepspeed.accelerator", "torch.accelerator") == {"streams"}
-    assert modules_that_mention("torch.cuda", "torch.xpu", "torch.npu") <= {"streams"}
+    assert modules_that_mention("get_accelerator", "deepspeed.accelerator", "torch.accelerator") == {
+        "streams",
+        "pinning",
+    }
+    assert modules_that_mention("torch.cuda", "torch.xpu", "torch.npu") <= {"streams", "pinning", "cuda_reads"}
 
 
 def test_only_adapters_api_and_run_know_engines():
     engines = modules_that_mention("deepspeed.runtime.engine", "deepspeed.runtime.pipe", "deepspeed.initialize")
-    assert engines <= {"adapters", "adapters.zero", "adapters.plain", "adapters.pipeline", "api", "run"}
+    assert engines <= {"adapters", "adapters.zero", "adapters.plain", "adapters.pipeline", "api", "auto", "script"}
 
 
 @MODULES

@@ -62,10 +62,15 @@ def test_what_is_copied_leaves_at_the_first_moment_after_its_copy_and_comes_back
 
 
 def test_copies_wait_for_each_other():
-    gone, kept, _ = plan(recording(*FOUR, link=5.0))
+    gone, _, _ = plan(recording(*FOUR, link=5.0), Wish(everything=True))
     # a is copied until @2, b until @4, c until @6
-    assert gone == {"a": (2, 7), "b": (4, 6)}
-    assert kept == ["c", "d"]
+    assert (gone["a"][0], gone["b"][0]) == (2, 4)
+
+
+def test_no_more_is_copied_than_lowers_the_peak():
+    gone, kept, forecast = plan(recording(*FOUR, link=5.0))
+    # a is away from @2, b could be from @4: then c and d are on the device all the same
+    assert (list(gone), kept, forecast.peak_bytes) == (["a"], ["b", "c", "d"], 30)
 
 
 def test_what_would_leave_after_the_peak_is_not_copied():

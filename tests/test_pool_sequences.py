@@ -17,36 +17,35 @@ from ds_fgoffload.streams import Fence
 
 @pytest.mark.timeout(20)
 def test_the_garbage_collector_may_give_back_and_remove_users_inside_a_lease():
-    done = []
+    done, fence = [], Fence("h2d", 1, Event(lambda: None))
 
     class Holder:
         def __init__(self, pool):
-            self.pool, self.lease, self.cycle = pool, pool.lease(512), self
+            self.user, self.lease, self.cycle = pool.add_user(), pool.lease(512), self
 
         def __del__(self):
-            self.lease.give_back(Fence("h2d", 1, None))
-            self.pool.remove_user()
+            self.lease.give_back(fence)
+            self.user.leave()
             done.append(True)  # a deadlock that a time-out ends in here is swallowed
 
     class CollectingSystem(System):
-        def __call__(self, size_bytes, pinned):
-            gc.collect()  # the pool's lock is held here
-            return super().__call__(size_bytes, pinned)
+        def _take(self, region, slab_bytes, *, pin):
+            gc.collect()  # the pool is amid dealing with the system here
+            return super()._take(region, slab_bytes, pin=pin)
 
     system = CollectingSystem()
     pool = make_pool(system=system)
-    pool.add_user()
-    pool.add_user()
+    user = pool.add_user()
     Holder(pool)
     assert pool.stats().leased_bytes == 512
     big = pool.lease(64 * KIB)
     assert len(system.asked) == 2
     assert done == [True]
     assert pool.stats().leased_bytes == 64 * KIB
-    assert pool.lease(512).fences == (Fence("h2d", 1, None),)
+    assert pool.lease(512).fences == (fence,)
     big.give_back()
-    pool.stats()
-    pool.remove_user()
+    assert list(pool.stats().engines) == ["engine"]
+    user.leave()
     assert pool.stats().pinned_bytes == 64 * KIB  # both users are gone, one lease is not
 
 
@@ -150,11 +149,13 @@ class AnySequence(RuleBasedStateMachine):
     def blocks_lie_in_their_slab_and_not_in_each_other(self):
         spans = []
         for lease, (_, block) in self.live.items():
-            slab = self.pool._slabs[block.slab]
-            offset = block.start - block.slab
+            region = self.pool._supply.regions[block.region]
+            offset = block.start - block.region
             assert offset % 512 == 0
-            assert offset + lease.size_bytes <= slab.numel()
-            assert lease.memory.data_ptr() == slab.data_ptr() + offset
+            inside = [slab for slab in region.slabs if slab.start < block.end and block.start < slab.end]
+            assert (inside[0].start <= block.start, inside[-1].end >= block.end) == (True, True)
+            assert all(before.end == after.start for before, after in itertools.pairwise(inside))
+            assert lease.memory.data_ptr() == region.memory.data_ptr() + offset
             spans.append((lease.memory.data_ptr(), lease.memory.data_ptr() + lease.size_bytes))
         spans.sort()
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
@@ -164,8 +165,8 @@ class AnySequence(RuleBasedStateMachine):
             lease.give_back()
         self.live.clear()
         self.pool.stats()
-        free = [(block.start, block.end) for block in self.pool._arena.free_ranges()]
-        assert free == [(base, base + slab.numel()) for base, slab in sorted(self.pool._slabs.items())]
+        free = sum(block.end - block.start for block in self.pool._books._arena.free_ranges())
+        assert free == self.system.held_bytes
         self.pool.trim()
         assert self.pool.stats().pinned_bytes == self.system.held_bytes == 0
 
@@ -179,11 +180,10 @@ TestAnySequence.settings = hypothesis_settings(max_examples=60, stateful_step_co
 def test_shapes_that_change_every_step_do_not_grow_the_pool(seed, in_flight):
     """Micro-batches of 15 to 25 blocks, all drawn anew; the oldest ends, newest block first, when the next begins.
 
-    As with the default slab and real tensors, a slab holds two of the largest blocks. Steps 20 and on are as large as
-    any, so that what grows later would be fragmentation.
+    Steps 20 and on are as large as any, so that what grows later would be fragmentation.
     """
     numbers = random.Random(seed)
-    pool = make_pool(limit=GIB, slab=4 * MIB)
+    pool = make_pool(limit=GIB, slab=64 * KIB)
     alive, pinned = [], []
     for step in range(1000):
         scale = 1 if 20 <= step < 20 + in_flight else numbers.uniform(0.3, 1)
@@ -196,7 +196,7 @@ def test_shapes_that_change_every_step_do_not_grow_the_pool(seed, in_flight):
     ratio = pinned[-1] / pool.stats().peak_leased_bytes
     print(f"pinned {pinned[-1] / MIB} MiB, {ratio:.3f} of the peak of what was leased")
     assert pinned[60:] == [pinned[60]] * 940
-    assert ratio < 1.26
+    assert ratio <= 1.05
 
 
 def test_a_lease_costs_microseconds_with_thousands_of_blocks():

@@ -816,8 +816,8 @@ def test_refused_by_name_and_reason(reason, warnings):
     train(model, 3)
     assert refused(attachment) == {"unit": reason.strip()}
     assert warnings() == [
-        f"fine_grained_offload.recompute: unit (Stateful) is not recomputed: {reason.strip()}; it keeps what it saves. "
-        'Take it out of "recompute", or use activation checkpointing'
+        f"fine_grained_offload.recompute: unit (Stateful): not recomputed, because {reason.strip()}; what is saved "
+        'there is kept. Take it out of "recompute", or use activation checkpointing'
     ]
     assert recomputations(attachment)["unit"] == 0
     assert reason.strip() in attachment.report()

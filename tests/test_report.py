@@ -58,7 +58,7 @@ def remarks(text: str) -> list[str]:
 
 
 def test_a_row_for_each_rank_and_unit_and_the_sums_of_each_rank() -> None:
-    text = render([counts(0, a=BUSY, b=HALF_HELD), counts(1, a=SMALL, b=BUSY)])
+    text = render([counts(0, a=BUSY, b=HALF_HELD), counts(1, a=SMALL, b=BUSY)], expand=True)
     assert text.splitlines()[0].strip() == "fine_grained_offload: bytes since attaching"
     assert table(text) == [
         ["rank", "unit", "calls", "saved", "offloaded", "reloaded", "in place", "held", "kept", "late"],
@@ -83,8 +83,32 @@ def test_a_unit_that_was_not_recomputed_is_named() -> None:
     text = render([counts(0, a=UnitStats(calls=1, recompute=True), b=UnitStats(recompute_refused="it draws lots"))])
     assert remarks(text)[1:3] == [
         "unit a was never recomputed: it lies in a checkpoint or in another unit under recompute, or backward needs "
-        "nothing that it saves or gives",
+        "nothing that it gives",
         "unit b is not recomputed: it draws lots",
+    ]
+
+
+LAYERS = {f"layers.{n}.mlp": BUSY for n in range(3)}
+
+
+def test_a_row_for_what_repeats_from_layer_to_layer_and_from_rank_to_rank() -> None:
+    text = render([counts(rank, **LAYERS, **{"head": HALF_HELD} if rank else {}) for rank in range(3)])
+    assert table(text) == [
+        ["rank", "unit", "calls", "saved", "offloaded", "reloaded", "in place", "held", "kept", "late"],
+        ["0-2", "layers.{0..2}.mlp", "54", "90.0 MiB", "63.0 MiB", "36.0 MiB", "18.0 MiB", "9.0 MiB", "27.0 MiB", "45"],
+        ["1,2", "head", "4", "4.0 MiB", "4.0 MiB", "2.0 MiB", "-", "2.0 MiB", "-", "-"],
+        ["0", "all units", "", "30.0 MiB", "21.0 MiB", "12.0 MiB", "6.0 MiB", "3.0 MiB", "9.0 MiB", "15"],
+        ["1", "all units", "", "32.0 MiB", "23.0 MiB", "13.0 MiB", "6.0 MiB", "4.0 MiB", "9.0 MiB", "15"],
+        ["2", "all units", "", "32.0 MiB", "23.0 MiB", "13.0 MiB", "6.0 MiB", "4.0 MiB", "9.0 MiB", "15"],
+    ]
+
+
+def test_units_with_the_same_fault_share_a_line() -> None:
+    units = {**dict.fromkeys([f"layers.{n}.act" for n in range(32)], BARE), "head": BARE, "norm": SMALL}
+    said = [line for line in remarks(render([counts(0, **units)])) if line.startswith("unit")]
+    assert said == [
+        "units layers.{0..31}.act, head saved nothing that may be offloaded (nothing in it saves tensors for backward)",
+        "unit norm saved nothing that may be offloaded (too_small 4, parameter 1)" + LOWER_IT,
     ]
 
 

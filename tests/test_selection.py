@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.selection import check, match, nearest, select
+from ds_fgoffload.families import MEANINGS
+from ds_fgoffload.names import nearest
+from ds_fgoffload.selection import check, match, select
+
+ALIASES = ", ".join(f"@{word}" for word in MEANINGS)
 
 
 class Node(nn.Module):
@@ -180,12 +184,11 @@ P = "fine_grained_offload."
             ['exclude: pattern "lmhead" matches no module (nearest: "lm_head")'],
         ),
         (
-            ["re:(", "@attn_norm", "", "zzz"],
+            ["re:(", "@atn_norm", "", "zzz"],
             ["re:", "class:"],
             [
                 'modules: pattern "re:(" is not a regular expression: missing ), unterminated subpattern at position 0',
-                'modules: pattern "@attn_norm": aliases are not known to this version; '
-                'write the module\'s own name, such as "*.attn_norm", or "class:Name"',
+                f'modules: pattern "@atn_norm": no such alias (nearest: "@attn_norm"); allowed: {ALIASES}',
                 'modules: pattern "" is empty; write a name, a glob, "re:..." or "class:Name"',
                 'exclude: pattern "re:" is empty; write a name, a glob, "re:..." or "class:Name"',
                 'exclude: pattern "class:" is empty; write a name, a glob, "re:..." or "class:Name"',

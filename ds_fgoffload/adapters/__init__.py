@@ -39,6 +39,12 @@ class Adapter(Protocol):
     def on_destroy(self, detach: Callable[[], None]) -> None:
         """``detach`` is to be called when the engine is destroyed."""
 
+    def after_step(self, stepped: Callable[[], None]) -> None:
+        """``stepped`` is to be called on every rank when an optimizer step was taken, if such steps are seen here."""
+
+    def monitor(self, numbers: Mapping[str, float]) -> None:
+        """The numbers are to be written to DeepSpeed's monitors (TensorBoard, wandb, csv), as far as there are any."""
+
     def release(self) -> None:
         """Undoes all of the above."""
 

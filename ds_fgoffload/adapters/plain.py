@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,6 +30,12 @@ class PlainAdapter:
         return nullcontext()
 
     def on_destroy(self, detach: Callable[[], None]) -> None:
+        pass
+
+    def after_step(self, stepped: Callable[[], None]) -> None:
+        pass  # the steps of a loop of the user's own are not seen
+
+    def monitor(self, numbers: Mapping[str, float]) -> None:
         pass
 
     def release(self) -> None:

@@ -62,8 +62,25 @@ class ZeroAdapter:
 
         engine.destroy = detach_and_destroy
 
+    def after_step(self, stepped: Callable[[], None]) -> None:
+        engine = self._engine
+        take_step = type(engine)._take_model_step
+
+        def take_step_and_tell(*arguments: Any, **keywords: Any) -> None:
+            take_step(engine, *arguments, **keywords)
+            stepped()
+
+        engine._take_model_step = take_step_and_tell
+
+    def monitor(self, numbers: Mapping[str, float]) -> None:
+        monitor = getattr(self._engine, "monitor", None)
+        if monitor is not None and monitor.enabled and self._engine.global_rank == 0:
+            samples = self._engine.global_samples
+            monitor.write_events([(f"Train/{SECTION}/{name}", number, samples) for name, number in numbers.items()])
+
     def release(self) -> None:
         self._engine.__dict__.pop("destroy", None)
+        self._engine.__dict__.pop("_take_model_step", None)
 
 
 _RUNNING_AGAIN = -1

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "byte_lm" / "train.py"
 SECTION = "fine_grained_offload"
 SETUP_NOTE = (
-    "The first run on a machine also compiles DeepSpeed's communication op for CPU (about 40 seconds, without output)."
+    "Each start is silent for some seconds; the first on a machine also compiles DeepSpeed's communication op for CPU "
+    "(about 40 seconds, without output)."
 )
 
 console = Console()
@@ -167,6 +168,7 @@ def summary(plain: Run, offloaded: Run, statistics: list[dict[str, int]]) -> Tab
     table.add_row("weights (SHA-256)", *(run.result["weights_sha256"][:12] for run in (plain, offloaded)))
     table.add_row("to the host, per step", "-", mebibytes(total("offloaded_bytes") / steps))
     table.add_row("back, per step", "-", mebibytes(total("reloaded_bytes") / steps))
+    table.add_row("used in place, per step", "-", mebibytes(total("used_in_place_bytes") / steps))
     table.add_row("kept on the device, per step", "-", mebibytes(total("kept_bytes") / steps))
     table.add_row("late reloads", "-", str(total("late_reloads")))
     table.add_row("peak host memory lent", "-", mebibytes(total("pool_peak_leased_bytes")))

@@ -1,0 +1,146 @@
+"""What the host pool may hold: this rank's limit, the sum over the node, and what the system has left just now."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ds_fgoffload.errors import OffloadConfigError
+from ds_fgoffload.host_limit import local_ranks, locks_through_mlock, memlock_bytes, room
+from ds_fgoffload.ledger import Ledger, LedgerError, NodeEntry
+
+
+@dataclass(frozen=True)
+class HostPoolSettings:
+    """What the user decides about the pool. Raises ``OffloadConfigError`` for a negative size or time."""
+
+    max_bytes: int | None = None
+    """Most bytes held from the system, free ones included. ``None``: this rank's share of half of what is available,
+    and what the other ranks of the node leave of theirs."""
+    pin_memory: bool = True
+    """Whether slabs are page-locked. Pageable memory is several times slower to copy, and the copies block the host."""
+    node_max_bytes: int | None = None
+    """Most bytes held by all pools of this user on the node. ``None``: half of what is available if ``max_bytes`` is
+    unset too, else no bound."""
+    on_pin_failure: Literal["pageable", "keep"] = "pageable"
+    """If the system refuses to page-lock: take pageable memory, or lend nothing."""
+    preallocate_bytes: int = 0
+    """So much is taken in the background as soon as there is a user."""
+    idle_trim_s: float | None = None
+    """Free slabs are given back when nothing has been on lease for so many seconds. ``None``: never by themselves."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_bytes", "node_max_bytes", "preallocate_bytes", "idle_trim_s"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                raise OffloadConfigError(f"host_pool.{key} is {value}, less than 0: give more, or leave it unset")
+
+
+class Refusal(NamedTuple):
+    """Why no memory was taken, and what to do."""
+
+    cause: str
+    remedy: str
+
+
+POOL_IS_FULL = Refusal("the host pool is full", "raise host_pool.max_bytes or offload less")
+
+
+class Budget:
+    """The bounds of one pool, and its row in the ledger. Not thread-safe, but its figures may be read at any time.
+
+    ``ledger`` is where the pools of the node tell each other what they hold; ``None`` for a pool on its own, which
+    takes its share and borrows nothing.
+    """
+
+    def __init__(self, settings: HostPoolSettings, ledger: Ledger | None) -> None:
+        self.limit_bytes = 0
+        """What this pool may hold at most."""
+        self.share_bytes = 0
+        """What it may always hold; beyond it, it borrows."""
+        self._ledger = ledger
+        self._node_limit_bytes: int | None = None
+        self._most_share_bytes = 0
+        self.set(settings, held_bytes=0)
+
+    def set(self, settings: HostPoolSettings, held_bytes: int) -> str:
+        """Works out the bounds from the settings and from what there is now; returns how, in words."""
+        now, others = room(), self._others()
+        others_bytes = sum(row.pinned_bytes for row in others)
+        ranks = max(local_ranks(), len(others) + 1)
+        most, node = settings.max_bytes, settings.node_max_bytes
+        if most is None and node is None:
+            node = (now.left_bytes + held_bytes + others_bytes) // 2
+        lock = memlock_bytes() if settings.pin_memory and locks_through_mlock() else None
+        bounds = [bound for bound in (most, node, lock if most is None else None) if bound is not None]
+        self._node_limit_bytes, self._most_share_bytes = node, min(bounds)
+        self._share_among(ranks)
+        self.limit_bytes = min(bounds) if self._ledger is not None else self.share_bytes
+        share, limit = self.share_bytes, self.limit_bytes
+        locked = "" if lock is None else f"; ulimit -l is {mib(lock)}"
+        return (
+            f"this rank's share of host memory is {mib(share)}, and {mib(limit)} with what others leave: "
+            f"{mib(now.left_bytes)} of {mib(now.total_bytes)} are left to {now.bound_by}, of which half is taken at "
+            f"most, by {ranks} ranks or pools on this node{locked}"
+        )
+
+    def claim(self, held_bytes: int, slab_bytes: int) -> Refusal | None:
+        """A slab within the limit, before it is taken: writes it into the ledger, or says why not."""
+        now = room()
+        if slab_bytes > now.usable_bytes:
+            left = f"only {mib(now.left_bytes)} of {mib(now.total_bytes)} are left to {now.bound_by}"
+            remedy = "free host memory, raise the memory limit of the container or job, or offload less"
+            return Refusal(f"{POOL_IS_FULL.cause}: {left}", remedy)
+        if self._ledger is None:
+            return None
+        try:
+            others_bytes = self._ledger.hold(held_bytes + slab_bytes, self._node_limit_bytes)
+        except LedgerError as error:
+            if held_bytes + slab_bytes <= self.share_bytes:
+                return None
+            return Refusal(f"{POOL_IS_FULL.cause}: it has its share, and borrows no more ({error})", "free that file")
+        if others_bytes is None:
+            return None
+        assert self._node_limit_bytes is not None
+        others = f"the other pools of the node hold {mib(others_bytes)} of {mib(self._node_limit_bytes)} for all"
+        return Refusal(f"{POOL_IS_FULL.cause}: {others}", "raise host_pool.node_max_bytes or offload less")
+
+    def holds(self, held_bytes: int) -> None:
+        """Writes into the ledger what is held now, after something was given back or refused."""
+        if self._ledger is not None:
+            with contextlib.suppress(LedgerError):  # until it is told, others take less than they might
+                self._ledger.hold(held_bytes)
+
+    def publish(self, held_bytes: int, leased_bytes: int) -> bool:
+        """Tells the node what is on lease; returns whether someone wants back what this pool borrows."""
+        if self._ledger is None:
+            return False
+        try:
+            others = self._ledger.publish(leased_bytes)
+        except LedgerError:
+            return False
+        self._share_among(max(local_ranks(), len(others) + 1))  # more may have come
+        return held_bytes > self.share_bytes and any(row.wanted_bytes for row in others)
+
+    def leave(self) -> None:
+        """Takes this pool out of the ledger; it comes back with its next slab."""
+        if self._ledger is not None:
+            self._ledger.leave()
+
+    def _share_among(self, ranks: int) -> None:
+        node, most = self._node_limit_bytes, self._most_share_bytes
+        self.share_bytes = most if node is None else min(node // ranks, most)
+        if self._ledger is not None:
+            self._ledger.describe(limit_bytes=self.limit_bytes, share_bytes=self.share_bytes)
+
+    def _others(self) -> list[NodeEntry]:
+        if self._ledger is not None:
+            with contextlib.suppress(LedgerError):
+                return self._ledger.others()
+        return []
+
+
+def mib(size_bytes: int) -> str:
+    """``size_bytes`` for a message."""
+    return f"{size_bytes} bytes ({size_bytes / 2**20:.1f} MiB)"

@@ -1,0 +1,189 @@
+"""The command line ``ds-fgoffload``: reads arguments, and leaves the work to :mod:`ds_fgoffload.commands`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
+from ds_fgoffload.recording import RecordingError
+
+app = typer.Typer(
+    help="Fine-grained activation offloading for DeepSpeed: look at a model before, and at the machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+errors = Console(stderr=True)
+launcher_arguments: list[str] = []
+"""What a launcher has put in front of the command, for the script."""
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Several ranks: deepspeed --num_gpus 2 --module ds_fgoffload.cli inspect train.py ...; rank 0 tells.",
+)
+def inspect(
+    context: typer.Context,
+    transformers: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE|PATH", help="Instead of a script: a model type such as qwen3, or a config.json."),
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="With --transformers: a key of its config.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="With --transformers: tokens of a sequence.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="With --transformers: sequences of a micro-batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="With --transformers: of the weights.")] = "bfloat16",
+    *,
+    checkpointing: Annotated[bool, typer.Option(help="With --transformers: gradient checkpointing.")] = False,
+    micro_batches: Annotated[int, typer.Option(min=1, help="How many to run; the last one is shown.")] = 2,
+    pattern: Annotated[
+        list[str] | None, typer.Option("--pattern", "-p", help="Also say what this pattern would move. Repeatable.")
+    ] = None,
+    min_tensor_bytes: Annotated[str, typer.Option(help="As in the section: smaller storages stay.")] = "1MiB",
+    depth: Annotated[int | None, typer.Option(min=0, help="Levels of the tree to show. Default: all.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write all of it as JSON; - for the screen.")
+    ] = None,
+) -> None:
+    """Show what a model saves for backward, and what each pattern would move.
+
+    Runs a few micro-batches of YOUR SCRIPT, whose arguments follow it, and watches the first DeepSpeed engine it makes;
+    nothing is offloaded, and the script is ended after them:
+
+        ds-fgoffload inspect train.py --deepspeed_config ds_config.json
+
+    Or builds a model of transformers with random weights (two layers tell as much as all):
+
+        ds-fgoffload inspect --transformers qwen3 --set num_hidden_layers=2 --tokens 4096
+    """
+    from ds_fgoffload.commands import inspect as command
+    from ds_fgoffload.commands import inspect_view as view
+    from ds_fgoffload.config import parse_size
+    from ds_fgoffload.messages import rank
+
+    try:
+        least_bytes = parse_size(min_tensor_bytes)
+    except ValueError as error:
+        raise typer.BadParameter(f"--min-tensor-bytes {min_tensor_bytes}: allowed: {error}") from None
+    if transformers is None and not context.args:
+        raise typer.BadParameter("give a script, or --transformers TYPE")
+    with errors.status("running micro-batches", spinner="dots"):
+        if transformers is not None:
+            model = command.RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
+            inspection = command.inspect_transformers(model, micro_batches)
+        else:
+            inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches)
+    if rank():
+        return
+    if json_file is not None:
+        text = view.as_json(inspection, pattern or [], least_bytes)
+        if str(json_file) == "-":
+            sys.stdout.write(f"{text}\n")
+            return
+        json_file.write_text(text, encoding="utf-8")
+    _console().print(view.show(inspection, pattern or [], least_bytes, depth))
+
+
+@app.command()
+def doctor(
+    *,
+    measure: Annotated[bool, typer.Option(help="Measure the link and pinning; takes a few seconds.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine: pinned memory, limits, shared memory, the link, versions, and say what to do.
+
+    Exit code 0: nothing in the way. 1: something will not work. 2: it works, but slower or with less than it could.
+    """
+    from ds_fgoffload.commands import doctor as command
+
+    with errors.status("measuring", spinner="dots"):
+        findings = command.examine(measure=measure)
+    if as_json:
+        sys.stdout.write(command.as_json(findings) + "\n")
+    else:
+        _console().print(command.table(findings))
+    raise typer.Exit(command.exit_code(findings))
+
+
+@app.command()
+def top(
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    *,
+    once: Annotated[bool, typer.Option(help="Look once, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Look once, and print it as JSON.")] = False,
+) -> None:
+    """Watch the host pools of your ranks on this node: pinned, on lease, limits. Ctrl-C ends it."""
+    from ds_fgoffload.commands import top as command
+
+    if as_json:
+        sys.stdout.write(command.as_json(command.alive()) + "\n")
+    else:
+        command.watch(_console(), every, once=once)
+
+
+@app.command()
+def draw(
+    recording: Annotated[Path, typer.Argument(help="A step that was recorded, as JSON.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("step.html"),
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, for Perfetto or chrome://tracing.")
+    ] = None,
+) -> None:
+    """Draw a recorded step: memory over time with and without offloading, copies, and where compute waited.
+
+    The page is one file that fetches nothing.
+    """
+    from ds_fgoffload.chrome_trace import chrome_trace
+    from ds_fgoffload.page import page
+    from ds_fgoffload.recording import StepRecording
+
+    step = StepRecording.read(recording)
+    out.write_text(page(step), encoding="utf-8")
+    errors.print(f"wrote {out}", highlight=False)
+    if trace is not None:
+        trace.write_text(chrome_trace(step), encoding="utf-8")
+        errors.print(f"wrote {trace}", highlight=False)
+
+
+def main() -> None:
+    """Errors of users are told without a traceback."""
+    arguments = sys.argv[1:]
+    while arguments and arguments[0].startswith("--local"):  # launchers put it in front
+        launcher_arguments.append(arguments.pop(0))
+    try:
+        app(arguments)
+    except (OffloadConfigError, OffloadStateError, HostPoolError, RecordingError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(1)
+    finally:
+        launcher_arguments.clear()
+
+
+def _console() -> Console:
+    """Where there is no terminal, tables have the room that they need."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    settings = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"--set {pair}: allowed: KEY=VALUE, such as num_hidden_layers=2")
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return settings
+
+
+if __name__ == "__main__":
+    main()

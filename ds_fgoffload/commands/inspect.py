@@ -1,0 +1,153 @@
+"""``ds-fgoffload inspect``: what a model saves for backward, module by module, and what each pattern would move."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fgoffload import api
+from ds_fgoffload.config import find_section
+from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
+from ds_fgoffload.inventory import Inventory
+from ds_fgoffload.script import UserScript
+from ds_fgoffload.streams import accelerator_device, make_streams
+from ds_fgoffload.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A model and what one of its micro-batches saved."""
+
+    root: nn.Module
+    inventory: Inventory
+    what: str
+    section: Mapping[str, Any] | None
+    """The section of the configuration that the script was run with."""
+
+
+class _Enough(BaseException):
+    """As many micro-batches as were asked for have run."""
+
+
+class _Watch:
+    """Puts a recorder on the first engine that the script makes, and ends the script after ``micro_batches``."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.engine: Any = None
+        self.recorder: Watcher | None = None
+        self._left = micro_batches
+
+    def initialize(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if self.engine is None:
+            self.engine = made[0]
+            self.recorder = Watcher(made[0].module, make_streams(accelerator_device()), self._micro_batch_begins)
+        return made
+
+    def _micro_batch_begins(self) -> None:
+        if not self._left:
+            raise _Enough
+        self._left -= 1
+        if attachment := api.get(self.engine):  # the innermost hooks alone would see what the units save
+            attachment.detach()
+
+
+def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
+    """Runs a script until its first engine has done ``micro_batches``; the last of them is told about.
+
+    Raises:
+        OffloadStateError: it made no engine, or ran too few micro-batches.
+    """
+    script = UserScript.of(arguments)
+    if script is None:
+        raise OffloadStateError("no script to run: give a script.py or -m package.module, and its arguments")
+    become_single_rank()
+    watch = _Watch(micro_batches)
+    with suppress(_Enough):
+        script.run(watch.initialize)
+    if watch.recorder is None:
+        raise OffloadStateError(
+            f"{script.target} ended without calling deepspeed.initialize, and only a model that an engine was made of "
+            "is seen; for a model without DeepSpeed use --transformers, or start the script as it is started to train"
+        )
+    watch.recorder.remove()
+    if not watch.recorder.inventory.records:
+        raise OffloadStateError(
+            f"{script.target}: no micro-batch with gradients has ended its forward, so nothing was saved to tell about"
+        )
+    section = find_section(watch.engine.config)
+    return Inspection(watch.engine.module, watch.recorder.inventory, script.target, section)
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """A causal language model of transformers with random weights, and one micro-batch for it."""
+
+    source: str
+    """A model type (``qwen3``), or the path of a config.json or of its folder."""
+    overrides: Mapping[str, Any]
+    tokens: int
+    batch: int
+    dtype: str
+    checkpointing: bool
+
+    def build(self) -> nn.Module:
+        """Raises :class:`OffloadConfigError` if transformers does not take the configuration."""
+        try:
+            import transformers
+        except ImportError:
+            raise OffloadStateError("--transformers needs the package transformers: pip install transformers") from None
+        try:
+            if Path(self.source).exists():
+                config = transformers.AutoConfig.from_pretrained(self.source, local_files_only=True, **self.overrides)
+            else:
+                config = transformers.AutoConfig.for_model(self.source, **self.overrides)
+            dtype = getattr(torch, self.dtype)
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except (ValueError, KeyError, OSError, AttributeError, TypeError) as error:
+            raise OffloadConfigError(
+                f"--transformers {self.source}: {error}; allowed: a model type such as qwen3, or a config.json, "
+                "with --set for its keys"
+            ) from error
+        config.use_cache = False
+        if self.checkpointing:
+            # transformers 6 knows the first name only, transformers 4 the second
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable()  # type: ignore[operator]
+        return model.train().to(accelerator_device())
+
+    def run(self, model: nn.Module) -> None:
+        """One forward and backward."""
+        vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+        ids = torch.randint(vocabulary, (self.batch, self.tokens), device=accelerator_device())
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+def inspect_transformers(random_model: RandomModel, micro_batches: int) -> Inspection:
+    """Builds the model and runs ``micro_batches`` of random tokens; the last is told about."""
+    model = random_model.build()
+    recorder = Watcher(model, make_streams(accelerator_device()))
+    for _ in range(micro_batches):
+        random_model.run(model)
+    recorder.remove()
+    return Inspection(model, recorder.inventory, random_model.source, None)
+
+
+def become_single_rank() -> None:
+    """What a launcher would have set for one rank, unless a launcher has set it."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = str(bound.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)

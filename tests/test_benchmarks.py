@@ -1,0 +1,302 @@
+import contextlib
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import deepseek, measure, megatron, modes, on_time, settings, tables
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small products are faster so, the more so where other tests run beside these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=sorted(settings.SELECTED))
+def job(request):
+    return on_time.build(on_time.parse(["--tiny", "--model", request.param]))
+
+
+def gradients(job):
+    return [p.grad.clone() for p in job.model.parameters()]
+
+
+class TestTheDeepSeekStack:
+    def test_grouped_experts_equal_experts_one_by_one(self):
+        torch.manual_seed(0)
+        shape = deepseek.TINY
+        moe = deepseek.MoE(shape).double()
+        for parameter in moe.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        x = torch.randn(1, 40, shape.hidden, dtype=torch.double, requires_grad=True)
+        routes = moe.router(x.flatten(0, -2))
+        expert_of_copy = torch.searchsorted(routes.ends, routes.row.to(torch.int32), right=True).view(40, -1)
+
+        expected = []
+        for token in range(40):
+            row = x[0, token]
+            total = moe.shared_experts(row)
+            for weight, expert in zip(routes.weights[token], expert_of_copy[token].tolist(), strict=True):
+                inner = moe.experts.act(moe.experts.fc1.weight[expert] @ row)
+                total = total + weight * (moe.experts.fc2.weight[expert] @ inner)
+            expected.append(total)
+        expected = torch.stack(expected).unsqueeze(0)
+        got = moe(x)
+        torch.testing.assert_close(got, expected)
+        wanted = torch.autograd.grad(expected.square().sum(), [x, *moe.parameters()])
+        found = torch.autograd.grad(got.square().sum(), [x, *moe.parameters()])
+        assert all(gradient.abs().max() > 1e-3 for gradient in wanted)
+        torch.testing.assert_close(found, wanted)
+
+    def test_routers_read_only_when_asked(self):
+        model = deepseek.DeepSeek(deepseek.TINY)
+        tokens = torch.randint(0, 128, (1, 16))
+        router = model.layers[0].mlp.router
+        model(tokens)
+        assert router.counts == []
+        model.read_counts(reads=True)
+        model(tokens)
+        assert sum(router.counts) == 16 * deepseek.TINY.experts_per_token
+
+    def test_what_the_selected_modules_save_is_what_the_docstring_says(self):
+        job = on_time.build(on_time.parse(["--tiny"]))
+        with modes.ours(job, section={"policy": "all"}) as run:
+            run.step()
+            units = run.attachment.stats().units
+        by_hand = deepseek.saved_mib(deepseek.TINY, 64)
+        for name in ("mlp.experts.fc1", "mlp.experts.act"):
+            ends_bytes = 16 if name.endswith("fc1") else 0
+            assert units[f"layers.0.{name}"].saved_bytes - ends_bytes == by_hand[name] * 2**20
+
+    def test_the_table_of_the_docstring(self):
+        whole = deepseek.saved_mib(deepseek.DeepSeekShape(), 4096)
+        for name, mib in whole.items():
+            line = next(line for line in deepseek.__doc__.splitlines() if line.startswith(f"``{name}``"))
+            assert f" {mib:.0f} " in line
+
+
+class TestModes:
+    @pytest.mark.parametrize("name", [name for name, mode in settings.table().items() if not mode.needs_gpu])
+    def test_losses_and_gradients_are_those_of_plain_training(self, job, name):
+        loss, expected = job.step(), gradients(job)
+        before = {module: (dict(vars(module)), len(module._forward_hooks)) for module in job.model.modules()}
+        with settings.table()[name].open(job) as run:
+            for _ in range(2):
+                assert torch.equal(run.step(), loss)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(job), expected, strict=True))
+        for module, (contents, hooks) in before.items():
+            assert "forward" not in vars(module)
+            assert len(module._forward_hooks) == hooks
+            assert vars(module).keys() == contents.keys()
+
+    def test_deepspeed_takes_the_input_of_every_layer(self, job, monkeypatch):
+        managers = []
+
+        class Watched(modes.CheckpointHiddenStatesOffload):
+            def __init__(self):
+                super().__init__()
+                managers.append(self)
+
+            def _should_skip(self, tensor):
+                return False
+
+        monkeypatch.setattr(modes, "CheckpointHiddenStatesOffload", Watched)
+        loss, expected = job.step(), gradients(job)
+        with modes.deepspeed_checkpoint_inputs(job) as run:
+            assert torch.equal(run.step(), loss)
+        assert managers[0].stats.marked_tensors == len(job.model.layers)
+        assert managers[0].stats.restored_tensors + managers[0].stats.kept_last_tensors == len(job.model.layers)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(job), expected, strict=True))
+
+    def test_every_section_of_ours_is_allowed(self, job):
+        for name, section in settings.OURS.items():
+            with modes.ours(job, section=section) as run:
+                assert run.attachment.stats().units, name
+
+
+class Events:
+    """CUDA's streams and events as far as Megatron's and TRL's managers use them; nothing is asynchronous."""
+
+    def record(self, stream=None):
+        pass
+
+    record_event = wait_event = wait_stream = record
+
+    def synchronize(self):
+        pass
+
+
+def torch_with(**others):
+    """All of torch for one module alone, some of it replaced; without a GPU nothing can be page-locked."""
+
+    def unpinned(function):
+        def call(*arguments, pin_memory=False, **options):
+            return function(*arguments, **options)
+
+        return call
+
+    names = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
+    return SimpleNamespace(
+        **{**names, "empty": unpinned(torch.empty), "empty_like": unpinned(torch.empty_like), **others}
+    )
+
+
+@pytest.fixture
+def megatron_on_cpu(monkeypatch):
+    """Megatron's manager with its tensors on the CPU, and what it copies."""
+    try:
+        package = megatron.load()
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    cuda = SimpleNamespace(
+        Stream=Events,
+        Event=lambda **_: Events(),
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=Events,
+        is_available=lambda: False,
+    )
+    package.torch = torch_with(cuda=cuda)
+    copied = Counter()
+    handler = package.ChunkOffloadHandler
+    offload = handler.offload
+
+    def counting_offload(self, tensor, pin_memory=True, use_cpu_pool=True):
+        copied["bytes"] += tensor.numel() * tensor.element_size()
+        return offload(self, tensor, pin_memory, use_cpu_pool)
+
+    monkeypatch.setattr(handler, "offload", counting_offload)
+    monkeypatch.setattr(
+        handler, "_can_manage_tensor_for_offload", staticmethod(lambda t: not isinstance(t, torch.nn.Parameter))
+    )
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(megatron, "load", lambda: package)
+    return copied
+
+
+@pytest.mark.parametrize("options", [{}, {"in_flight": 2}, {"fraction": 0.5}], ids=str)
+def test_megatron_trains_the_same_and_copies_what_the_selected_modules_save(job, megatron_on_cpu, options):
+    loss, expected = job.step(), gradients(job)
+    with modes.ours(job, section={"policy": "all"}) as run:
+        run.step()
+        saved_bytes = run.attachment.stats().saved_bytes
+    with megatron.megatron(job, **options) as run:
+        for step in range(4):
+            megatron_on_cpu.clear()
+            assert torch.equal(run.step(), loss)
+            assert all(torch.equal(a, b) for a, b in zip(gradients(job), expected, strict=True))
+            if step == 0:
+                # It learns, and copies all: no weights, but what a norm on the CPU saves twice it copies twice.
+                assert saved_bytes <= megatron_on_cpu["bytes"] < 1.4 * saved_bytes
+            elif options.get("fraction"):
+                assert 0 < megatron_on_cpu["bytes"] < 0.8 * saved_bytes
+            else:
+                assert 0 < megatron_on_cpu["bytes"] < saved_bytes
+    assert all(not hasattr(p, "_do_not_offload") for p in job.model.parameters())
+    assert torch.equal(job.step(), loss)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, monkeypatch, whole):
+    pytest.importorskip("trl")
+    package = modes.trl_activation_offloading()
+    streams = SimpleNamespace(Stream=Events, stream=lambda _: contextlib.nullcontext(), current_stream=Events)
+    package.torch = torch_with(
+        accelerator=SimpleNamespace(current_accelerator=lambda: torch.device("cpu")),
+        get_device_module=lambda _: streams,
+    )
+    packed = []
+    manager = package.OffloadActivations
+
+    class Watched(manager):
+        def __init__(self):
+            super().__init__()
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (packed.append(tensor.nbytes), pack(tensor))[1]
+
+    monkeypatch.setattr(package, "OffloadActivations", Watched)
+    monkeypatch.setattr(modes, "trl_activation_offloading", lambda: package)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    loss, expected = job.step(), gradients(job)
+    counts = []
+    with modes.trl(job, whole=whole) as run:
+        for _ in range(2):
+            packed.clear()
+            assert torch.equal(run.step(), loss)
+            assert all(torch.equal(a, b) for a, b in zip(gradients(job), expected, strict=True))
+            counts.append(len(packed))
+    per_layer = counts[0] / len(job.model.layers)
+    assert counts[0] == counts[1]
+    assert per_layer > 30 if whole else 0 < per_layer < 30
+
+
+class TestTheScript:
+    @pytest.fixture
+    def results(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("OUT", str(tmp_path))
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        return tmp_path
+
+    def run(self, *arguments):
+        return on_time.main(["--tiny", "--warmup", "1", "--repeats", "2", "--rounds", "2", *arguments])
+
+    def test_a_mode_that_fails_is_recorded_and_the_others_go_on(self, results, capsys):
+        chosen = ("--modes", "ours e*", "ours b*", "recompute", "trl", "--setting", 'ours bad={"moduls": []}')
+        figures = self.run("--reads", "also", *chosen)
+        assert tables.load("on_time_deepseek")["failed"] == figures["failed"]
+        figures = tables.load("on_time_deepseek")
+        names = {"plain", "ours everything", "recompute"}
+        assert figures["modes"].keys() == names | {f"{name}, reads" for name in names}
+        assert figures["failed"].keys() == {"ours bad", "ours bad, reads"}
+        assert "moduls" in figures["failed"]["ours bad"]
+        assert figures["not_run"].keys() == {"trl", "trl, reads"}
+        for mode in figures["modes"].values():
+            assert len(mode["rounds"]) == 2
+            assert mode["losses_equal"]
+            assert mode["gradients_equal"]
+            assert not [key for key in mode if "failed" in key]
+        assert figures["modes"]["ours everything"]["per_step"]["offloaded_bytes"] > 0
+
+        without = "\n".join(tables.on_time(figures))
+        assert without.count("\n| ") == 5  # the head, three modes, one that failed
+        assert "failed: OffloadConfigError" in without
+        assert tables.more().count("a blocking read in every router") == 1
+
+    def test_what_there_is_no_time_for_is_not_run(self, results):
+        figures = self.run("--seconds", "0", "--modes", "recompute")
+        assert figures["modes"] == {}
+        assert figures["not_run"].keys() == {"plain", "recompute"}
+
+    def test_many_steps_tell_the_peak_of_every_20(self, results):
+        figures = self.run("--steps", "25", "--modes", "ours everything")
+        row = figures["modes"]["ours everything"]
+        assert row["steps"] == 25
+        assert len(row["max_reserved_gib_per_20_steps"]) == 2
+        assert row["counts"]["offloaded_bytes"] > 0
+        assert "| 25 |" in "\n".join(tables.steps(figures))
+
+    def test_the_plot_is_drawn(self, results):
+        pytest.importorskip("matplotlib")
+        from benchmarks import plot
+
+        numbers = {"added_time": 0.3, "freed_reserved_gib": 2.0}
+        figures = {"modes": dict.fromkeys(("plain", "ours everything", "recompute", "recompute, reads"), numbers)}
+        assert [name for _, name, _, _ in plot.points(figures)] == ["ours everything", "recompute"]
+        plot.draw(figures, results / "one.svg")
+        plot.draw(figures, results / "two.svg")
+        assert "ours everything" in (results / "one.svg").read_text()
+        assert (results / "one.svg").read_bytes() == (results / "two.svg").read_bytes()
+
+
+def test_equal_gradients_have_equal_sums_and_others_do_not():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8).bfloat16()
+    model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+    first = measure.gradient_sums(model)
+    assert measure.gradient_sums(model) == first
+    model.weight.grad.view(torch.int16)[3, 3] ^= 1
+    assert measure.gradient_sums(model) != first

@@ -1,0 +1,267 @@
+"""The command line: what is asked for comes out, and what is wrong is said with its remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from distributed import one_rank
+from typer.testing import CliRunner
+
+from ds_fgoffload import cli
+from ds_fgoffload.commands import doctor
+from ds_fgoffload.commands.doctor import Finding, Verdict
+from ds_fgoffload.config import find_section, parse_config
+from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
+
+TINY = [
+    f"--set={setting}"
+    for setting in (
+        "vocab_size=64", "hidden_size=32", "intermediate_size=96", "num_hidden_layers=2", "num_attention_heads=4",
+        "num_key_value_heads=2", "bos_token_id=1", "eos_token_id=2", "pad_token_id=0",
+    )
+]  # fmt: skip
+LLAMA = ["inspect", "--transformers", "llama", *TINY, "--tokens", "16", "--dtype", "float32"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_console", lambda: cli.Console(width=200))
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_help_names_every_command_and_how_to_call_it() -> None:
+    assert {"inspect", "doctor"} <= set(run("--help").split())
+    assert "ds-fgoffload inspect train.py --deepspeed_config ds_config.json" in run("inspect", "--help")
+
+
+def test_a_model_of_transformers_as_a_tree(tmp_path: Path) -> None:
+    output = run(*LLAMA, "--min-tensor-bytes", "0", "-p", "*.o_proj", "--depth", "3")
+    assert "llama: one micro-batch saves" in output
+    assert re.search(r"\{0,1\}\s+LlamaDecoderLayer x2", output)
+    assert "down_proj" not in output[: output.index("these patterns")]
+    assert re.search(r"\*\.o_proj\s+2\s+2\s+4.0 KiB", output)
+    snippets = re.findall(r"^\{\n.*?^\}", output, re.DOTALL | re.MULTILINE)
+    assert snippets
+    for snippet in snippets:
+        assert parse_config(find_section(json.loads(snippet))).enabled
+
+
+def test_the_same_as_json(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "inventory.json"
+    run(*LLAMA, "--min-tensor-bytes", "1KiB", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert found["eligible_bytes"] == sum(s["bytes"] for s in found["storages"] if s["stays_because"] is None)
+    tokens, hidden, wide = 16, 32, 96
+    assert found["modules"]["model.layers.1.mlp.down_proj"] == {
+        "class": "Linear",
+        "calls": 1,
+        "bytes": tokens * wide * 4,
+        "storages": 1,
+        "producers": {"mul": tokens * wide * 4},
+    }
+    assert found["patterns"]["@attn_proj"]["moved_bytes"] == 2 * tokens * hidden * 4
+    assert found["patterns"]["@attn_proj"]["freed_bytes"] == 0  # attention saves its output, too
+    assert found["suggestions"][0]["fine_grained_offload"]["min_tensor_bytes"] == "1KiB"
+
+
+def test_checkpointing_leaves_the_inputs_of_the_layers(tmp_path: Path) -> None:
+    file = tmp_path / "inventory.json"
+    run(*LLAMA, "--min-tensor-bytes", "0", "--checkpointing", "--json", str(file))
+    modules = json.loads(file.read_text())["modules"]
+    assert not any("self_attn" in name for name in modules)
+    assert modules["model.layers.1"]["bytes"] >= 16 * 32 * 4
+
+
+def test_nothing_large_enough_says_what_to_do() -> None:
+    assert "the largest storage is" in run(*LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ([*LLAMA[:2], "no_such_family"], OffloadConfigError, "allowed: a model type such as qwen3, or a config.json"),
+        ([*LLAMA, "-p", "*.mlpp"], OffloadConfigError, "matches no module"),
+        (["inspect", "-m"], OffloadStateError, "no script to run"),
+    ],
+)
+def test_errors_of_users(arguments: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect"], "give a script"),
+        ([*LLAMA, "--set", "nothing"], "allowed: KEY=VALUE"),
+        ([*LLAMA, "--min-tensor-bytes", "many"], "allowed: a whole number"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_errors_are_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "--local_rank=0", *LLAMA[:2], "no_such_family"])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 1
+    assert capsys.readouterr().err.lstrip().splitlines()[-1].startswith("error: --transformers no_such_family:")
+
+
+SCRIPT = """
+    import sys, deepspeed, torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc2(nn.functional.gelu(self.fc1(x))).sum()
+
+    net = Net()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 0},
+        "fine_grained_offload": {"modules": ["fc2"], "min_tensor_bytes": 0},
+    }
+    engine, *_ = INITIALIZE(model=net, model_parameters=net.parameters(), config=config)
+    for step in range(100):
+        print("step", step, sys.argv[1])
+        try:
+            engine.backward(engine(torch.ones(2, 4)))
+        except Exception:
+            print("caught")
+        engine.step()
+    raise AssertionError("the script was to be ended")
+"""
+
+
+@pytest.fixture
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.usefixtures("_rank")
+@pytest.mark.parametrize("initialize", ["deepspeed.initialize", "__import__('ds_fgoffload').initialize"])
+def test_a_script_runs_for_a_few_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, initialize: str, capsys
+) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train_it.py"
+    script.write_text(dedent(SCRIPT).replace("INITIALIZE", initialize))
+    file = tmp_path / "inventory.json"
+    output = run(
+        "inspect", "--micro-batches", "3", "--json", str(file), "--min-tensor-bytes", "0", str(script), "--flag"
+    )
+    assert [line for line in output.splitlines() if line.startswith("step")] == [f"step {n} --flag" for n in range(4)]
+    assert "caught" not in output
+    assert re.search(r"the script's fine_grained_offload section\s+1\s+1\s+64 B\s+64 B", output)
+    found = json.loads(file.read_text())
+    assert {name: module["bytes"] for name, module in found["modules"].items()} == {"fc1": 32, "": 64, "fc2": 64}
+
+
+@pytest.mark.usefixtures("_rank")
+def test_a_script_without_an_engine_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "nothing.py"
+    script.write_text("print('hello')")
+    with pytest.raises(OffloadStateError, match=r"nothing.py ended without calling deepspeed.initialize"):
+        run("inspect", str(script))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def gpu(root: Path, width: str) -> None:
+    device = root / "sys/bus/pci/devices/0000:17:00.0"
+    facts = {"class": "0x030200", "vendor": "0x10de", "current_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}
+    for name, text in {**facts, "max_link_speed": "32.0 GT/s PCIe", "current_link_width": width}.items():
+        write(device / name, f"{text}\n")
+
+
+def finding(findings: list[Finding], name: str) -> Finding:
+    return next(f for f in findings if f.name.startswith(name))
+
+
+def test_the_doctor_finds_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, home = tmp_path / "root", tmp_path / "home"
+    gpu(root, "8")
+    write(root / "proc/self/cgroup", "0::/job\n")
+    for name, text in {"memory.max": "1000000", "memory.current": "400000", "memory.stat": "inactive_file 0"}.items():
+        write(root / "sys/fs/cgroup/job" / name, text)
+    write(home / ".cache/torch_extensions/py311_cpu/deepspeed_shm_comm/lock", "")
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
+    monkeypatch.setattr(doctor, "memlock_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (8 << 20, doctor.resource.RLIM_INFINITY))
+    findings = doctor.examine(measure=False, root=root, home=home)
+    assert finding(findings, "torch").found == torch.__version__
+    assert finding(findings, "cgroup").found.startswith("a memory limit leaves 585.9 KiB")
+    assert finding(findings, "memlock").found == "8.0 MiB (hard limit: unlimited)"
+    assert finding(findings, "/dev/shm").found == "not there"
+    assert finding(findings, "PCIe 0000:17:00.0").found == "16.0 GT/s PCIe x8, at most 32.0 GT/s PCIe x16"
+    assert finding(findings, "DS_PIN_MEMORY_BACKEND").verdict is Verdict.NOTE
+    assert "deepspeed_shm_comm/lock is there" in finding(findings, "extension lock").found
+    assert all(f.remedy for f in findings if f.verdict is not Verdict.OK)
+    assert doctor.exit_code(findings) == 2
+
+
+def test_the_doctor_finds_nothing_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    gpu(tmp_path, "16")
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(doctor, "memlock_bytes", lambda: None)
+    monkeypatch.setattr(doctor, "_share_bytes", lambda: 64 << 30)
+    findings = [f for f in doctor.examine(measure=False, root=tmp_path, home=tmp_path) if f.name != "accelerator"]
+    assert [f for f in findings if f.verdict is not Verdict.OK and f.name != "/dev/shm"] == []
+
+
+def test_pinning_that_is_refused_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(doctor, "_pinned", refuse)
+    (found,) = doctor._measured()
+    assert found.verdict is Verdict.FAIL
+    assert doctor.exit_code([found]) == 1
+    assert doctor.exit_code([Finding("x", Verdict.OK, "")]) == 0
+
+
+def test_an_old_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda package: "0.1")
+    assert finding(list(doctor._versions()), "deepspeed") == Finding(
+        "deepspeed", Verdict.FAIL, "0.1", "0.16 or newer is needed"
+    )
+
+
+def test_the_doctors_command_measures_and_tells_by_its_exit_code() -> None:
+    result = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    found = json.loads(result.output[result.output.index("[\n") :])
+    assert [f["found"] for f in found if f["name"].startswith("link")]
+    assert result.exit_code == 2  # no accelerator here
+    text = CliRunner().invoke(cli.app, ["doctor", "--no-measure"]).output
+    assert re.search(r"torch \.+\s+\[OK\]\s+" + re.escape(torch.__version__), text)
