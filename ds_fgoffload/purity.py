@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from types import NoneType
@@ -12,6 +13,7 @@ from torch import nn
 
 _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout,
               torch.memory_format, torch.Size, slice, type)  # fmt: skip
+_NO_TENSORS = frozenset({NoneType, bool, int, float, str, tuple, list, dict, set, OrderedDict})
 _OF_DEEPSPEED = ("ds_", "_ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn")
 """Attributes that ZeRO-3 sets on modules as they run, for itself."""
 
@@ -50,7 +52,8 @@ def state_tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
         holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)  # noqa: SLF001
         for held in holders:
             for value in held.values():
-                if isinstance(value, torch.Tensor):
+                # not isinstance alone: it is slow for what is no tensor, and this is done at every call
+                if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor):
                     yield value
 
 
@@ -63,6 +66,11 @@ def storage_identity(tensor: torch.Tensor) -> int:
     """The same for tensors over one storage, as long as it lives."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """``isinstance`` alone is slow for what is none."""
+    return type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

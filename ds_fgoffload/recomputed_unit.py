@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.arguments import cut_off, flatten, unflatten
 from ds_fgoffload.conditions import Conditions
 from ds_fgoffload.layout import Layout
-from ds_fgoffload.purity import is_plain, same_bits, state_of, state_tensors, storage_identity
+from ds_fgoffload.purity import is_parameter, is_plain, same_bits, state_of, state_tensors, storage_identity
 from ds_fgoffload.recompute_cost import Moment, RecomputeCost
 from ds_fgoffload.remade import Made, RecomputedCall
 from ds_fgoffload.saved import KeptTensor
@@ -92,7 +91,7 @@ class RecomputedUnit:
 
         def collect(tensor: torch.Tensor) -> KeptTensor:
             # not what a backward inside the forward saves for itself
-            if not isinstance(tensor, Parameter) and torch._C._current_graph_task_id() == backward:
+            if not is_parameter(tensor) and torch._C._current_graph_task_id() == backward:
                 saved.append(tensor.detach())
             return KeptTensor(tensor)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec
 
 from ds_fgoffload.arguments import Argument, unflatten
@@ -20,7 +19,7 @@ from ds_fgoffload.conditions import Conditions
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import drop_memory
-from ds_fgoffload.purity import signature
+from ds_fgoffload.purity import is_parameter, signature
 from ds_fgoffload.saved import KeptTensor, SavedStorage, changed_in_place
 from ds_fgoffload.stats import shown
 from ds_fgoffload.streams import Streams
@@ -159,7 +158,7 @@ class RecomputedCall:
         """The unit saves ``tensor``. It is kept until :meth:`settle`."""
         kept = KeptTensor(tensor)
         # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
-        if isinstance(tensor, Parameter) or torch._C._current_graph_task_id() != -1:
+        if is_parameter(tensor) or torch._C._current_graph_task_id() != -1:
             return kept
         remade = Remade(self, Layout.of(tensor), None, kept)
         self._saves.append(remade)
