@@ -165,6 +165,10 @@ class RecomputedCall:
         self._identities.append(tensor.untyped_storage()._cdata)
         return remade
 
+    def has_changed_saves(self) -> bool:
+        """Whether the forward has changed in place what it had saved; then backward raises, as without recomputation."""
+        return any(remade.held is not None and remade.held.is_changed for remade in self._saves)
+
     def saved(self) -> list[torch.Tensor]:
         """What the unit has saved, before :meth:`settle`."""
         return [remade.held.tensor() for remade in self._saves if remade.held is not None]
@@ -182,8 +186,8 @@ class RecomputedCall:
         by_identity = {output.identity: output for output in outputs}
         for number, remade in enumerate(self._saves):
             assert remade.held is not None
-            if remade.held.is_changed or number in outside:
-                continue  # if it is changed, backward will say so
+            if number in outside:
+                continue
             remade.output = by_identity.get(self._identities[number])
             remade.held = None
         self._signatures = [remade.layout[:3] for remade in self._saves]
