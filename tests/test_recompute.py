@@ -3,7 +3,7 @@
 import gc
 import logging
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ds_fgoffload import pool as pool_module
 from ds_fgoffload import recompute_cost
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.pool import HostPool
+from ds_fgoffload.streams import SynchronousStreams
 
 WIDTH = 16
 
@@ -983,3 +984,49 @@ def watch_calls(monkeypatch, attachment, tell):
         return made
 
     monkeypatch.setattr(recomputer, "open", open_and_tell)
+
+
+class TwoStreams(SynchronousStreams):
+    """Notes who waits for whom."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.now = "forward"
+        self.events = []
+
+    def compute(self):
+        return self.now
+
+    @contextmanager
+    def on(self, stream):
+        before, self.now = self.now, stream
+        self.events.append(f"on {stream}")
+        yield
+        self.events.append("back")
+        self.now = before
+
+    def fence(self, stream):
+        return stream
+
+    def wait(self, stream, fence):
+        self.events.append(f"{stream} waits for {fence}")
+
+
+def test_a_backward_on_another_stream():
+    """What is made again is made on the stream of the forward, and its memory goes back there after the last use."""
+    model = Around(nn.Tanh())
+    attachment = ds_fgoffload.attach(model, {"recompute": ["unit"]})
+    train(model, 1)
+    attachment._recomputer.units["unit"].streams = streams = TwoStreams()
+    loss = model(data()).sum()
+    loss.backward(retain_graph=True)
+    assert streams.events == ["on forward", "back"]
+    loss = model(data()).sum()
+    streams.events.clear()
+    streams.now = "other"
+    loss.backward()
+    used, dropped = "other waits for forward", "forward waits for other"
+    assert streams.events[:4] == ["on forward", "forward waits for other", "back", used]
+    assert sorted(streams.events[4:]) == sorted([used, dropped, dropped])
+    assert streams.events.index(dropped, 4) > 3
+    assert streams.events[-1] == dropped

@@ -131,39 +131,6 @@ CASES = {
     for zero in (ZERO if stage == 3 else ["small ones kept"])
     for selection in SELECTIONS
 }
-DIAGONAL = {
-    "zero0-bf16-cheap-small ones kept",
-    "zero1-fp32-mlp-small ones kept",
-    "zero2-bf16-layers-small ones kept",
-    "zero3-fp32-cheap-all partitioned",
-    "zero3-bf16-mlp-plain linear",
-    "zero3-fp32-mlp-leaf modules",
-    "zero3-bf16-layers-all partitioned",
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> Any:
-    return run_cases(compare, {name: CASES[name] for name in CASES if name in DIAGONAL})
-
-
-@pytest.fixture(scope="module")
-def all_outcomes() -> Any:
-    return run_cases(compare, CASES, timeout_s=900)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", sorted(DIAGONAL))
-def test_the_same_bits(case: str, outcomes: Any) -> None:
-    outcomes[case].check()
-
-
-@pytest.mark.ranks
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES)
-def test_the_same_bits_everywhere(case: str, all_outcomes: Any) -> None:
-    all_outcomes[case].check()
 
 
 def pipeline(bf16: bool, checkpoints: int, section: dict[str, Any] | None) -> tuple[list[Tensor], Any]:
@@ -202,15 +169,42 @@ def compare_pipelines(bf16: bool, checkpoints: int) -> None:
     assert stats.recomputations == (0 if checkpoints else STEPS * 4 * layers * 4)
 
 
-PIPELINES = {"bf16": (True, 0), "checkpointed": (False, 1)}
+PIPELINES = {"pipeline-bf16": (True, 0), "pipeline-checkpointed": (False, 1)}
+DIAGONAL = {
+    "zero1-bf16-cheap-small ones kept",
+    "zero2-fp32-layers-small ones kept",
+    "zero3-fp32-mlp-leaf modules",
+    "zero3-bf16-cheap-all partitioned",
+    "zero3-bf16-layers-plain linear",
+}
+
+
+def run(case: str) -> None:
+    if case in PIPELINES:
+        compare_pipelines(*PIPELINES[case])
+    else:
+        compare(*CASES[case])
 
 
 @pytest.fixture(scope="module")
-def pipelines() -> Any:
-    return run_cases(compare_pipelines, PIPELINES, ranks=2)
+def outcomes() -> Any:
+    return run_cases(run, {case: (case,) for case in [*sorted(DIAGONAL), *PIPELINES]})
+
+
+@pytest.fixture(scope="module")
+def all_outcomes() -> Any:
+    return run_cases(run, {case: (case,) for case in CASES}, timeout_s=900)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", PIPELINES)
-def test_pipelines(case: str, pipelines: Any) -> None:
-    pipelines[case].check()
+@pytest.mark.parametrize("case", [*sorted(DIAGONAL), *PIPELINES])
+def test_the_same_bits(case: str, outcomes: Any) -> None:
+    outcomes[case].check()
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_everywhere(case: str, all_outcomes: Any) -> None:
+    all_outcomes[case].check()
