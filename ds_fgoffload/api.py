@@ -110,6 +110,7 @@ class Attachment:
         if not self._leave_pool.alive:
             return
         self._hooks.remove()
+        self._offloader.end()
         self._unseen_checkpoints.remove()
         self._adapter.release()
         self._leave_pool()

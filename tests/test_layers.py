@@ -22,7 +22,7 @@ LAYERS = {
     2: "saved parcel",
     1: "selection eligibility transfer recorder tuner "
     "pool pool_user pool_stats stock books lease supply budget ledger region pinning",
-    0: "schedule order plan planner simulation reads config layout stats streams cuda_reads errors "
+    0: "schedule order plan planner simulation reads config sizes layout stats streams cuda_reads errors "
     "arena host_limit ledger_file keeper names messages families aliases inventory recording",
 }
 BESIDE = {
@@ -52,7 +52,7 @@ BESIDE = {
     "order": {"plan"},
     "aliases": {"families"},
     "step_log": {"report"},
-    "config": {"errors", "messages"},
+    "config": {"errors", "messages", "sizes"},
 }
 """What a module may import of its own layer."""
 
