@@ -22,6 +22,11 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
+    @property
+    def runs(self) -> bool:
+        """Whether the thread is there."""
+        return self._thread is not None
+
     def wake(self) -> None:
         """``keep`` runs soon."""
         with self._lock:

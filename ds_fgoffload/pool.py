@@ -30,7 +30,7 @@ from ds_fgoffload.pool_stats import HostPoolStats
 from ds_fgoffload.pool_user import PoolUser
 from ds_fgoffload.region import PAGE_BYTES, Region
 from ds_fgoffload.stock import Stock
-from ds_fgoffload.streams import accelerator_device
+from ds_fgoffload.streams import accelerator_device, accelerator_is_cpu, on_device
 from ds_fgoffload.supply import Supply
 
 __all__ = ["HostPool", "HostPoolSettings", "HostPoolStats", "Lease", "PoolUser", "host_pool"]
@@ -71,11 +71,12 @@ class HostPool:
 
     def _open(self) -> None:
         settings = self._settings
-        default = SLAB_BYTES if settings.pin_memory and accelerator_device().type != "cpu" else CPU_SLAB_BYTES
+        default = SLAB_BYTES if settings.pin_memory and not accelerator_is_cpu() else CPU_SLAB_BYTES
         self._supply = Supply(settings, Budget(settings, self._ledger), self._slab_bytes or default)
         self._stock = Stock(self._supply)
         self._books = self._stock.books
         self._own = Account()  # leases without an engine
+        self._device: torch.device | None = None
         self._content_until_s = 0.0  # after a refusal, no growth ahead of need is tried for a while
         self._keeper = Keeper(self._keep) if self._background else None
 
@@ -206,17 +207,24 @@ class HostPool:
         return wanted - held if self._books.retains and time.monotonic() >= self._content_until_s else 0
 
     def _wake_keeper(self) -> None:
-        if self._keeper is not None and (self._ahead_bytes() >= PAGE_BYTES or self._has_duties()):
-            self._keeper.wake()
+        keeper = self._keeper
+        if keeper is not None and (self._ahead_bytes() >= PAGE_BYTES or (self._has_duties() and not keeper.runs)):
+            if self._device is None:
+                self._device = accelerator_device()  # that of the thread which trains
+            keeper.wake()
 
     def _has_duties(self) -> bool:
         return self._supply.held_bytes > 0 and (self._ledger is not None or self._settings.idle_trim_s is not None)
 
     def _keep(self) -> float | None:
         """What the keeper does each time; returns in how many seconds the next time is, if there is to be one."""
-        while self._stock.grow(self._ahead_bytes):  # slab by slab: a lease may be waiting
+        with on_device(self._device):
+            return self._keep_on_device()
+
+    def _keep_on_device(self) -> float | None:
+        while grown := self._stock.grow(self._ahead_bytes):  # slab by slab: a lease may be waiting
             pass
-        if self._ahead_bytes() >= PAGE_BYTES:
+        if grown is None:
             self._content_until_s = time.monotonic() + HOUSEKEEPING_S
         if self._stock.publish():
             self.trim(keep_bytes=self._supply.budget.share_bytes)

@@ -152,21 +152,22 @@ def touch(address: int, size_bytes: int) -> None:
     threads = min(_touching_threads(), -(-size_bytes // _TOUCHED_BY_ONE_BYTES))
     part = rounded_up(-(-size_bytes // threads), HUGE_PAGE_BYTES)
     failures: list[OSError] = []
+    near = near_processors()  # here, as a new thread has another current device
     workers = [
-        threading.Thread(target=_touch, args=(address + offset, min(part, size_bytes - offset), failures))
+        threading.Thread(target=_touch, args=(address + offset, min(part, size_bytes - offset), near, failures))
         for offset in range(part, size_bytes, part)
     ]
     for worker in workers:
         worker.start()
-    _touch(address, min(part, size_bytes), failures)
+    _touch(address, min(part, size_bytes), near, failures)
     for worker in workers:
         worker.join()
     if failures:
         raise MemoryError(f"the system has no pages for {size_bytes} bytes of host memory: {failures[0]}")
 
 
-def _touch(address: int, size_bytes: int, failures: list[OSError]) -> None:
-    with _on_processors(near_processors()):  # pages come from the memory next to the processor that touches them first
+def _touch(address: int, size_bytes: int, near: frozenset[int], failures: list[OSError]) -> None:
+    with _on_processors(near):  # pages come from the memory next to the processor that touches them first
         if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
             return
         number = ctypes.get_errno()

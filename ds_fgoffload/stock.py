@@ -44,11 +44,11 @@ class Stock:
             account.refused_leases += lease is None
         return lease
 
-    def grow(self, wanted_bytes: Callable[[], int]) -> bool:
-        """Adds a slab ahead of need; false if nothing is wanted (asked while nobody else grows), or it is refused."""
+    def grow(self, wanted_bytes: Callable[[], int]) -> bool | None:
+        """Adds a slab ahead of need; false if none is wanted (asked while nobody else grows), None if it is refused."""
         with self.system:
             size_bytes = min(wanted_bytes(), LARGEST_SLAB_BYTES)
-            return size_bytes >= PAGE_BYTES and self._grow(size_bytes, 0)
+            return size_bytes >= PAGE_BYTES and (self._grow(size_bytes, 0) or None)
 
     def free(self, keep_bytes: int = 0) -> int:
         """Gives free slabs back, after their last uses, until ``keep_bytes`` are held; returns their bytes."""

@@ -168,6 +168,19 @@ def accelerator_device() -> torch.device:
     return torch.device("cpu") if name == "cpu" else torch.device(name, accelerator.current_device())
 
 
+def accelerator_is_cpu() -> bool:
+    """Whether there is no device but the CPU; asks no device, so that a forked child may ask."""
+    return bool(get_accelerator().device_name() == "cpu")
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """``device`` is this thread's current one meanwhile: a new thread begins with the first, whatever its rank."""
+    if device is None or device.type == "cpu":
+        return nullcontext()
+    context: AbstractContextManager[Any] = get_accelerator().device(device.index)
+    return context
+
+
 def make_streams(device: torch.device) -> Streams:
     """The streams of ``device``."""
     return SynchronousStreams(device) if get_accelerator().is_synchronized_device() else AcceleratorStreams(device)

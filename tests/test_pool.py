@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_slabs_have_the_size_that_is_missing(pin):
 
 @pytest.mark.parametrize(("kind", "pin", "size"), [("xpu", True, 16), ("xpu", False, 2), ("cpu", True, 2)])
 def test_the_default_slab_is_large_where_memory_is_pinned(monkeypatch, kind, pin, size):
-    monkeypatch.setattr(pool_module, "accelerator_device", lambda: torch.device(kind))
+    monkeypatch.setattr(pool_module, "accelerator_is_cpu", lambda: kind == "cpu")
     system, pool = System(), HostPool(HostPoolSettings(GIB, pin), background=False)
     system.stand_behind(pool)
     pool.lease(1)
@@ -565,6 +566,42 @@ def test_the_keeper_takes_memory_ahead_of_need_and_no_more_than_that():
     assert pool.stats().hits == before.hits + 1
     for lease in leases:
         lease.give_back()
+    pool.close()
+
+
+def test_the_keeper_works_for_the_device_of_the_thread_that_trains(monkeypatch):
+    device, entered = torch.device("xpu", 3), []
+    monkeypatch.setattr(pool_module, "accelerator_device", lambda: device)
+    monkeypatch.setattr(pool_module, "on_device", lambda device: entered.append(device) or nullcontext())
+    pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False), slab_bytes=4 * KIB)
+    lease = pool.lease(MIB)
+    until(lambda: entered)
+    assert entered[0] == device
+    lease.give_back()
+    pool.close()
+
+
+def test_the_keeper_rests_after_a_refusal_and_only_then():
+    system = System()
+    pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False), slab_bytes=4 * KIB, background=False)
+    system.stand_behind(pool)
+    lease = pool.lease(8 * MIB)
+    peaks = []
+
+    def grow_while_another_leases(wanted_bytes):
+        peaks.append(pool._books.recent_peak_bytes)
+        pool._books.recent_peak_bytes *= 2
+        return False
+
+    grow, pool._stock.grow = pool._stock.grow, grow_while_another_leases
+    pool._keep()
+    assert pool._ahead_bytes() > 0
+    pool._stock.grow = grow
+    system.largest = 0
+    pool._keep()
+    assert len(system.asked) == 2
+    assert pool._ahead_bytes() == 0
+    lease.give_back()
     pool.close()
 
 
