@@ -17,10 +17,10 @@ from ds_fgoffload.checkpoints import UnseenCheckpoints
 from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section, parse_config
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
-from ds_fgoffload.hooks import ModuleHooks
+from ds_fgoffload.hooks import ModuleHooks, recomputer_of
 from ds_fgoffload.messages import rank, warn, warn_here
 from ds_fgoffload.offloader import Offloader
-from ds_fgoffload.plan import Plan
+from ds_fgoffload.plan import Action, Plan
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render
@@ -61,21 +61,27 @@ class Attachment:
         pool_user = pool.add_user(type(target).__name__, config.host_pool.quota_bytes)
         self._adapter = adapter
         self._target = weakref.ref(target)
+        plan = Plan(
+            units=dict.fromkeys(chosen.recomputed, Action.RECOMPUTE),
+            release_window_bytes=config.release_window_bytes,
+            prefetch_window_bytes=config.prefetch_window_bytes,
+        )
         self._offloader = Offloader(
-            chosen.units,
+            {**chosen.units, **chosen.recomputed},
             chosen.excluded,
             Eligibility(adapter.root, config.min_tensor_bytes, device),
-            Plan(
-                release_window_bytes=config.release_window_bytes,
-                prefetch_window_bytes=config.prefetch_window_bytes,
-            ),
+            plan,
             transfer_on(device),
             pool_user,
             raise_when_full=config.host_pool.on_full == "error",
             wish=_wish(config),
         )
         say = warn if adapter.ranks_hold_same_modules else warn_here
-        self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader, say)
+        self._recomputer = recomputer_of(
+            chosen.recomputed, chosen.units, self._offloader.unit_stats, plan, device, adapter.whole
+        )
+        hooked = {**chosen.units, **chosen.excluded}
+        self._hooks = ModuleHooks(adapter.root, hooked, self._offloader, say, self._recomputer)
         self._unseen_checkpoints = UnseenCheckpoints(adapter.root, self._hooks, self._offloader.unit_stats)
         self._leave_pool = weakref.finalize(self, pool_user.leave)
         if config.enabled and config.release_pipeline_buffers:
@@ -89,6 +95,8 @@ class Attachment:
 
     def stats(self) -> OffloadStats:
         """Counts of this rank since attaching, also after :meth:`detach`."""
+        if self._recomputer is not None:
+            self._recomputer.read_cost()
         return self._offloader.stats()
 
     def counts(self, rank: int) -> RankCounts:
@@ -223,8 +231,8 @@ def _is_whole_ds_config(config: Mapping[str, Any]) -> bool:
 def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Selection:
     if not config.enabled:
         warn(f"{SECTION}.enabled is false: attached, but nothing will be offloaded")
-        return selection.Selection({}, {})
-    chosen, findings = selection.match(adapter.root, config.modules, config.exclude)
+        return selection.Selection({}, {}, {})
+    chosen, findings = selection.match(adapter.root, config.modules, config.exclude, config.recompute)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
     for note in chosen.notes:
         warn(f"{SECTION}: {note}")

@@ -16,7 +16,8 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from ds_fgoffload.hooks import ModuleHook, ModuleHooks
+from ds_fgoffload.compiled import ModuleHook
+from ds_fgoffload.hooks import ModuleHooks
 from ds_fgoffload.names import abbreviated
 from ds_fgoffload.stats import UnitStats, shown
 

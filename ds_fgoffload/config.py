@@ -25,8 +25,7 @@ from pydantic import (
     StrictBool,
     StrictStr,
     ValidationError,
-    ValidationInfo,
-    field_validator,
+    model_validator,
 )
 
 from ds_fgoffload.errors import OffloadConfigError
@@ -96,17 +95,21 @@ class FineGrainedOffloadConfig(_Section):
     """Whether anything is offloaded. A section that is present without this key is enabled; without a section nothing
     is offloaded."""
 
-    modules: list[Pattern] = Field(default=[], validate_default=True)
+    modules: list[Pattern] = Field(default=[])
     """Patterns for the modules whose saved tensors are offloaded: shell globs over the names in
     ``model.named_modules()`` (``*`` also crosses dots), ``re:`` and a regular expression for the whole name, or
-    ``class:`` and a class name. At least one is required when enabled, and each must match a module on some rank."""
+    ``class:`` and a class name. Each must match a module on some rank, and at least one is required when enabled, here
+    or under ``recompute``."""
 
     exclude: list[Pattern] = Field(default=[])
     """Patterns, written as under ``modules``, for modules that keep their tensors on the device, with all that lies
     below them. Wins over ``modules``."""
 
     recompute: list[Pattern] = Field(default=[])
-    """Reserved: patterns for modules whose tensors are computed again in backward. This version refuses any."""
+    """Patterns, written as under ``modules``, for modules that are computed again in backward: neither what they save
+    nor their output is kept, their input is (or is offloaded, if they lie in one of ``modules``). For what is cheap,
+    such as norms and activation functions. A module that cannot be computed again keeps what it saves, and a warning
+    says why. ``exclude`` wins over this too."""
 
     policy: Literal["auto", "all"] = "auto"
     """``"all"``: every eligible storage of the modules is offloaded, and compute waits where the link is too slow for
@@ -149,22 +152,11 @@ class FineGrainedOffloadConfig(_Section):
     host_pool: HostPoolConfig = HostPoolConfig()
     """The host memory that offloaded tensors lie in: how much, how it is taken and when it goes back."""
 
-    @field_validator("modules")
-    @classmethod
-    def _modules_are_named(cls, value: list[str], info: ValidationInfo) -> list[str]:
-        if not value and info.data.get("enabled"):
+    @model_validator(mode="after")
+    def _modules_are_named(self) -> FineGrainedOffloadConfig:
+        if self.enabled and not self.modules and not self.recompute:
             raise ValueError('at least one pattern, such as "model.layers.*.mlp" (or set "enabled": false)')
-        return value
-
-    @field_validator("recompute")
-    @classmethod
-    def _recompute_is_reserved(cls, value: list[str]) -> list[str]:
-        if value:
-            raise ValueError(
-                "an empty list: this version does not recompute; list the modules under "
-                '"modules" to offload them, or use activation checkpointing'
-            )
-        return value
+        return self
 
 
 def parse_config(section: Mapping[str, Any] | FineGrainedOffloadConfig | None) -> FineGrainedOffloadConfig:
@@ -251,6 +243,8 @@ _ALLOWED = {
 
 def _line(fault: Any) -> str:
     """One fault that pydantic found, in this package's words."""
+    if not fault["loc"]:  # of the section as a whole there is one fault
+        return f"{SECTION}.modules: got [], allowed: {fault['ctx']['error']}"
     where = ".".join([SECTION, *map(str, fault["loc"])])
     if fault["type"] == "extra_forbidden":
         model = HostPoolConfig if fault["loc"][:-1] == ("host_pool",) else FineGrainedOffloadConfig

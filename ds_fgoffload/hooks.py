@@ -1,43 +1,41 @@
 """Where a saved tensor enters and leaves: module hooks open a scope around a unit's call, autograd's hooks do the rest.
 
-The only importer of ``torch.autograd.graph``, and the only one that knows of ``torch.compile``. A compiled graph calls
-no hooks of the modules inside it. The hooks of the very module that was compiled run outside the graph, and autograd's
-hooks see all that the graph saves.
+The only importer of ``torch.autograd.graph``. Around a unit under ``recompute`` it stands in the innermost place, next
+to the module's own ``forward``; around the root's forward it looks for saves of what such units have given.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from ds_fgoffload import packing
+from ds_fgoffload.compiled import (
+    ModuleHook,
+    compile_is_used,
+    is_compiled_away,
+    leave_hooks_uncompiled,
+    modules_above,
+    uncompiled,
+)
 from ds_fgoffload.messages import warn_here
 from ds_fgoffload.names import abbreviated
 from ds_fgoffload.offloader import Offloader
+from ds_fgoffload.open_calls import OpenCall, OpenCalls
+from ds_fgoffload.plan import Plan
+from ds_fgoffload.recompute import Recomputer
+from ds_fgoffload.recompute_cost import RecomputeCost
+from ds_fgoffload.recomputed_unit import RecomputedUnit, Surroundings
 from ds_fgoffload.saved import KeptTensor
-from ds_fgoffload.scope import Scope
-
-_T = TypeVar("_T")
-
-
-class _OpenCall(NamedTuple):
-    module: nn.Module
-    scope: Scope | None
-    hooks: saved_tensors_hooks | None
-
-
-class _OpenCalls(threading.local):
-    """Calls of hooked modules that have not returned, outermost first; each thread runs its own."""
-
-    def __init__(self) -> None:
-        self.stack: list[_OpenCall] = []
+from ds_fgoffload.stats import UnitStats
+from ds_fgoffload.transfer import streams_on
 
 
 class ModuleHooks:
@@ -48,6 +46,7 @@ class ModuleHooks:
         hooked: units, and excluded modules inside them, by name.
         offloader: gets every event.
         warn: where to say what is not offloaded.
+        recomputer: its units are hooked too.
     """
 
     def __init__(
@@ -56,21 +55,25 @@ class ModuleHooks:
         hooked: Mapping[str, nn.Module],
         offloader: Offloader,
         warn: Callable[[str], None] = warn_here,
+        recomputer: Recomputer | None = None,
     ) -> None:
         self.warn = warn
-        _leave_hooks_uncompiled()
+        leave_hooks_uncompiled()
         self._offloader = offloader
-        self._pack, self._unpack = _pack, offloader.unpack
-        self._uncompiled_pack, self._uncompiled_unpack = _uncompiled(_pack), _uncompiled(offloader.unpack)
-        self._keep = _uncompiled(_keep)
-        self._kept = _uncompiled(KeptTensor.tensor)
+        self._recomputer = recomputer
+        self._pack = packing.pack if recomputer is None else partial(packing.pack_or_promise, recomputer)
+        self._unpack = offloader.unpack if recomputer is None else partial(packing.unpack, offloader)
+        self._uncompiled_pack, self._uncompiled_unpack = uncompiled(self._pack), uncompiled(self._unpack)
+        self._keep = uncompiled(packing.keep)
+        self._kept = uncompiled(KeptTensor.tensor)
+        self._ours = (self._unpack, self._uncompiled_unpack)
         self._units = offloader.unit_stats
         self._only_recomputed: dict[str, None] = {}
         self._told_recomputed = False
         self._root = root
         self._root_has_returned = False
-        self._open_calls = _OpenCalls()
-        self._root_handles = (
+        self._open_calls = OpenCalls(offloader)
+        self._root_handles: tuple[RemovableHandle, ...] = (
             root.register_forward_pre_hook(ModuleHook(self._begin_micro_batch), prepend=True),
             root.register_forward_hook(ModuleHook(self._end_micro_batch)),
         )
@@ -82,27 +85,31 @@ class ModuleHooks:
             )
             for name, module in hooked.items()
         }
-        self._above = {name: _modules_above(name, root) for name in hooked}
+        recomputed = {} if recomputer is None else recomputer.units
+        self._recompute_handles = {name: self._hook_recomputed(unit) for name, unit in recomputed.items()}
+        if recomputer is not None:
+            self._root_handles += (root.register_forward_hook(ModuleHook(self._leave_root), always_call=True),)
+        self._above = {name: modules_above(name, root) for name in {**hooked, **recomputed}}
         self._landmarks = self._hook_landmarks(hooked) if offloader.plans else ()
         self._unhook_compiled()
 
     def remove(self) -> None:
         """Takes every hook off the modules. Graphs that are alive keep working."""
-        for handles in (self._root_handles, self._landmarks, *self._handles.values()):
+        recomputed = self._recompute_handles
+        for handles in (self._root_handles, self._landmarks, *self._handles.values(), *recomputed.values()):
             _remove(handles)
         self._handles.clear()
-        self._close_all()
+        self._recompute_handles.clear()
+        self._open_calls.close_all()
 
     def open_unit(self) -> str | None:
         """The innermost unit that is being called and offloads what is saved now."""
-        for call in reversed(self._open_calls.stack):
-            if call.scope is not None:
-                return None if call.scope.excluded else call.scope.unit
-        return None
+        scope = self._open_calls.scope()
+        return None if scope is None or scope.excluded else scope.unit
 
     def _hook_landmarks(self, hooked: Mapping[str, nn.Module]) -> tuple[RemovableHandle, ...]:
         """Modules beside the units, and beside what those lie in: their calls are moments at which memory may leave."""
-        if _compile_is_used():
+        if compile_is_used():
             return ()
         above = dict.fromkeys(module for modules in self._above.values() for module in modules)
         beside = dict.fromkeys(child for module in above for child in module.children() if child not in above)
@@ -113,7 +120,8 @@ class ModuleHooks:
         )
 
     def _pass_by(self, number: int, *_: Any) -> None:
-        if torch.is_grad_enabled() and not _in_backward():
+        again = self._recomputer is not None and self._recomputer.is_running
+        if torch.is_grad_enabled() and not again and not packing.in_backward():
             self._offloader.pass_by(number)
 
     def _unhook_compiled(self) -> None:
@@ -122,68 +130,128 @@ class ModuleHooks:
         (Dynamo guards on the number of a hook that is always called, pytorch/torch/nn/modules/module.py, so that no two
         hooked modules could share a graph.)
         """
-        lost = tuple(name for name in self._handles if _is_compiled_away(self._above[name]))
+        lost = tuple(name for name, above in self._above.items() if is_compiled_away(above))
         if lost:
             _remove(self._landmarks)
             for name in lost:
-                _remove(self._handles.pop(name))
+                _remove((*self._handles.pop(name, ()), *self._recompute_handles.pop(name, ())))
                 del self._above[name]
                 if name in self._units:
                     self._units[name].compiled = True
             self.warn(
                 f"fine_grained_offload: {abbreviated(lost)}: torch.compile has compiled what they lie in, and "
-                "compiled code calls no hooks of the modules in it: such units are not offloaded, and such excluded "
-                "modules not kept; select the compiled module itself, or compile modules inside the units"
+                "compiled code calls no hooks of the modules in it: such units are neither offloaded nor "
+                "recomputed, and such excluded modules not kept; select the compiled module itself, or compile "
+                "modules inside the units"
             )
         self._compilable = {module for above in self._above.values() for module in above}
 
     def _begin_micro_batch(self, _root: nn.Module, *_: Any) -> None:
         # Calls are still open here only if the last forward was left by something that module hooks do not see,
         # such as KeyboardInterrupt.
-        self._close_all()
+        self._open_calls.close_all()
         self._root_has_returned = False
         if any(module._compiled_call_impl is not None for module in self._compilable):
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not packing.in_backward():
             self._offloader.begin_micro_batch()
+            if self._recomputer is not None and self._recomputer.is_needed and packing.hooks_allowed():
+                self._enter_root(self._recomputer)
 
     def _end_micro_batch(self, _root: nn.Module, _arguments: object, output: object) -> None:
         self._root_has_returned = True
         self._watch(output)
 
     def _watch(self, output: object) -> None:
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not packing.in_backward():
             self._offloader.watch_backward(output)
 
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
         scope = hooks = None
-        if torch.is_grad_enabled() and _hooks_allowed():
-            if _in_backward():
+        if torch.is_grad_enabled() and packing.hooks_allowed():
+            again = self._recomputer is not None and self._recomputer.is_running
+            if again or packing.in_backward():
                 # A checkpointed region runs again. What it saves is used at once, and a non-reentrant checkpoint
                 # counts the saves that it sees: it must see as many as the first time.
                 hooks = saved_tensors_hooks(self._keep, self._kept)
-                self._note_recompute(name)
+                if not again:
+                    self._note_recompute(name)
             else:
                 scope = self._offloader.open_scope(name, module)
-                # Where nothing is ever compiled, the third part of the host's time per saved tensor is spared.
-                used = _compile_is_used()
-                pack = self._uncompiled_pack if used else self._pack
-                unpack = self._uncompiled_unpack if used else self._unpack
+                pack, unpack = self._pack_and_unpack()
                 hooks = saved_tensors_hooks(partial(pack, self._offloader, scope), unpack)
             hooks.__enter__()
-        self._open_calls.stack.append(_OpenCall(module, scope, hooks))
+        self._open_calls.append(OpenCall(module, scope, hooks))
 
     def _leave(self, module: nn.Module, _arguments: object, output: object) -> None:
         if self._root_has_returned and module is not self._root:  # a loss, whose backward begins in it
             self._watch(output)
-        stack = self._open_calls.stack
-        # A hook of someone else may have raised before ours was reached: then this call was never entered.
-        while any(call.module is module for call in stack):
-            call = stack.pop()
-            self._close(call)
-            if call.module is module:
-                return
+        self._open_calls.close(module)
+
+    def _pack_and_unpack(self) -> tuple[Callable[..., object], Callable[[Any], torch.Tensor]]:
+        # Where nothing is ever compiled, the third part of the host's time per saved tensor is spared.
+        if compile_is_used():
+            return self._uncompiled_pack, self._uncompiled_unpack
+        return self._pack, self._unpack
+
+    def _hook_recomputed(self, unit: RecomputedUnit) -> tuple[RemovableHandle, ...]:
+        enter, leave = partial(self._enter_recomputed, unit), partial(self._leave_recomputed, unit)
+        return (
+            unit.module.register_forward_pre_hook(ModuleHook(enter), with_kwargs=True),
+            unit.module.register_forward_hook(ModuleHook(leave), prepend=True, with_kwargs=True, always_call=True),
+        )
+
+    def _enter_root(self, recomputer: Recomputer) -> None:
+        """Until the root's forward ends, what is saved outside the units may be the output of one under recompute."""
+        for name, (before, after) in self._recompute_handles.items():  # others may have hooked the module since
+            module: Any = recomputer.units[name].module
+            module._forward_pre_hooks.move_to_end(before.id)
+            module._forward_hooks.move_to_end(after.id, last=False)
+        recomputer.forward_began()
+        pack, unpack = self._pack_and_unpack()
+        hooks = saved_tensors_hooks(partial(pack, self._offloader, None), unpack)
+        hooks.__enter__()
+        self._open_calls.append(OpenCall(self, None, hooks))
+
+    def _leave_root(self, *_: Any) -> None:
+        if self._open_calls.close(self) is not None and self._recomputer is not None:
+            self._recomputer.forward_ended()
+
+    def _enter_recomputed(
+        self, unit: RecomputedUnit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        opened = hooks = None
+        if self._is_to_recompute():
+            assert self._recomputer is not None
+            _, unpack = self._pack_and_unpack()
+            opened = self._recomputer.open(
+                unit, args, kwargs, partial(packing.pack_argument, self._offloader, self._open_calls.scope()), unpack
+            )
+            if opened is not None:
+                hooks = saved_tensors_hooks(uncompiled(opened.call.pack), unpack)
+                hooks.__enter__()
+        self._open_calls.append(OpenCall(unit, None, hooks, opened))
+
+    def _is_to_recompute(self) -> bool:
+        """Not inside another such unit, nor where somebody else, such as a checkpoint, takes what is saved."""
+        assert self._recomputer is not None
+        if (
+            not torch.is_grad_enabled()
+            or packing.in_backward()
+            or not packing.hooks_allowed()
+            or self._recomputer.is_running
+        ):
+            return False
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
+        return not self._open_calls.is_recomputed() and (top is None or top[1] in self._ours)
+
+    def _leave_recomputed(
+        self, unit: RecomputedUnit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        call = self._open_calls.close(unit)
+        if call is not None and call.recomputed is not None and self._recomputer is not None:
+            self._recomputer.close(call.recomputed, args, kwargs, output)
 
     def _note_recompute(self, name: str) -> None:
         unit = self._units.get(name)
@@ -201,89 +269,23 @@ class ModuleHooks:
                 "be offloaded instead of computed again, and a unit around the checkpoint offloads its inputs"
             )
 
-    def _close_all(self) -> None:
-        while self._open_calls.stack:
-            self._close(self._open_calls.stack.pop())
 
-    def _close(self, call: _OpenCall) -> None:
-        if call.hooks is not None:
-            call.hooks.__exit__()
-        if call.scope is not None:
-            self._offloader.close_scope(call.scope)
-
-
-class ModuleHook:
-    """A hook that is not copied with its module: a deep copy or a pickle of the module is not attached."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = _uncompiled(call)
-
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():  # what Dynamo sees of a hook that lies in a graph
-            self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleHook, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
-def _pack(offloader: Offloader, scope: Scope, tensor: torch.Tensor) -> object:
-    # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
-    return KeptTensor(tensor) if torch._C._current_graph_task_id() != -1 else offloader.pack(scope, tensor)
-
-
-def _keep(tensor: torch.Tensor) -> KeptTensor:
-    return KeptTensor(tensor)
+def recomputer_of(
+    modules: Mapping[str, nn.Module],
+    counted: Collection[str],
+    stats: Mapping[str, UnitStats],
+    plan: Plan,
+    device: torch.device,
+    whole: Callable[[nn.Module], AbstractContextManager[Any]],
+) -> Recomputer | None:
+    """What recomputes ``modules``; None if there are none. The arguments are those of Recomputer and Surroundings."""
+    if not modules:
+        return None
+    streams = streams_on(device)
+    surroundings = Surroundings(streams, saved_tensors_hooks, whole, RecomputeCost(stats, streams))
+    return Recomputer(modules, stats, counted, plan, device, surroundings)
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _leave_hooks_uncompiled() -> None:
-    """Keeps Dynamo from compiling a hook by itself; inside a graph it still sees one, and sees it do nothing.
-
-    Dynamo does not compile ``nn.Module.__call__``, but goes on with what is called from there: hooks, then ``forward``.
-    ``torch.compiler.disable`` would not do: a hook so marked breaks the graphs that it lies in.
-    """
-    # Not a public function. Without it results are the same, but Dynamo may try to compile the hooks.
-    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
-    if skip_code is not None:
-        skip_code(ModuleHook.__call__.__code__)
-
-
-def _uncompiled(function: Callable[..., _T]) -> Callable[..., _T]:
-    """``function``, called by compiled code or by what Dynamo gave up on, is left as it is, with all that it calls."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _compile_is_used() -> bool:
-    """Whether anything in this process was ever given to ``torch.compile``."""
-    backends = getattr(torch._dynamo.eval_frame, "cached_backends", {0: True})
-    return any(backend is not None for backend in backends.values())  # None: torch.compiler.disable
-
-
-def _modules_above(name: str, root: nn.Module) -> tuple[nn.Module, ...]:
-    """What the module lies in, outermost first."""
-    parts = name.split(".")
-    return tuple(root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))) if name else ()
-
-
-def _is_compiled_away(above: Sequence[nn.Module]) -> bool:
-    """Whether a module in ``above`` was compiled: by its ``compile()``, or by ``torch.compile``, which wraps it."""
-    return any(module._compiled_call_impl is not None for module in above) or any(
-        type(module).__name__ == "OptimizedModule" for module in above[:-1]
-    )
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _hooks_allowed() -> bool:
-    # torch.func transforms forbid saved-tensor hooks while they run
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

@@ -191,7 +191,7 @@ class Offloader:
         size_bytes = storage.size_bytes
         scope.stats.saved_bytes += size_bytes
         scope.saved_bytes += size_bytes
-        if self._plan.sites and self._plan.action(scope.site()) is Action.KEEP:
+        if self._plan.sites and self._plan.action(scope.site()) is not Action.OFFLOAD:
             scope.stats.kept_bytes += size_bytes
         elif size_bytes >= ALONE_BYTES:
             self._send_parcel(scope, [storage], scope.site())

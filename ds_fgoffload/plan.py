@@ -55,6 +55,9 @@ class Act(NamedTuple):
 class Action(Enum):
     KEEP = "keep"
     OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    """Neither kept nor copied, but made again in backward. It is for whole units (:attr:`Plan.units`); for a single
+    site of a unit that is not recomputed it means the same as ``KEEP``."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Plan:
     sites: Mapping[Site, Action] = field(default_factory=dict)
     """Sites that are treated otherwise than ``default``."""
     default: Action = Action.OFFLOAD
+    units: Mapping[str, Action] = field(default_factory=dict)
+    """Units that are treated as a whole: those that are recomputed."""
     release_window_bytes: int | None = None
     """Copied bytes that may still lie on the device in forward; None: from what the step saves (see the schedule)."""
     prefetch_window_bytes: int | None = None
@@ -71,6 +76,10 @@ class Plan:
 
     def action(self, site: Site) -> Action:
         return self.sites.get(site, self.default)
+
+    def recomputes(self, unit: str) -> bool:
+        """Whether the calls of ``unit`` are made again in backward."""
+        return self.units.get(unit) is Action.RECOMPUTE
 
 
 @dataclass(frozen=True)

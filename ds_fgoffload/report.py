@@ -43,17 +43,25 @@ def render(ranks: Sequence[RankCounts], *, expand: bool = False) -> str:
     rank follows. With ``expand`` each unit of each rank has a row.
     """
     table = Table(title="fine_grained_offload: bytes since attaching", title_justify="left")
-    for name in ("rank", "unit", "calls", *_BYTES_COLUMNS, "late"):
+    recompute = any(counts.offload.recomputed_bytes for counts in ranks)
+    for name in ("rank", "unit", "calls", *_BYTES_COLUMNS, *["recomputed"] * recompute, "late"):
         table.add_column(name, justify="left" if name in ("rank", "unit") else "right")
     if not expand:
         for family in _families(ranks):
-            table.add_row(_numbers(family.ranks), Text(family.name), str(family.stats.calls), *_cells(family.stats))
+            table.add_row(
+                _numbers(family.ranks),
+                Text(family.name),
+                str(family.stats.calls),
+                *_cells(family.stats, recompute=recompute),
+            )
         table.add_section()
     for counts in ranks:
         if expand:
             for unit, stats in counts.offload.units.items():
-                table.add_row(str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats))
-        sums = [str(counts.rank), "all units", "", *_cells(counts.offload)]
+                table.add_row(
+                    str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats, recompute=recompute)
+                )
+        sums = [str(counts.rank), "all units", "", *_cells(counts.offload, recompute=recompute)]
         table.add_row(*sums, style="bold", end_section=expand)
     console = Console(file=io.StringIO(), width=_WIDTH)
     console.print(table)
@@ -108,15 +116,16 @@ def _plain(stats: UnitStats | OffloadStats) -> dict[str, Any]:
     return {**vars(stats), "skipped": dict(stats.skipped)}
 
 
-def _cells(stats: UnitStats | OffloadStats) -> list[str]:
-    sizes = (
+def _cells(stats: UnitStats | OffloadStats, *, recompute: bool) -> list[str]:
+    sizes = [
         stats.saved_bytes,
         stats.offloaded_bytes,
         stats.reloaded_bytes,
         stats.used_in_place_bytes,
         stats.held_bytes,
         stats.kept_bytes,
-    )
+        *[stats.recomputed_bytes] * recompute,
+    ]
     return [*(human(size) if size else "-" for size in sizes), str(stats.late_reloads or "-")]
 
 
@@ -132,6 +141,11 @@ def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
         if counts.offload.skipped:
             reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.offload.skipped.items()))
             remarks.append(f"rank {counts.rank}: saved tensors left on the device, by reason: {reasons}")
+        if counts.offload.recomputations:
+            remarks.append(
+                f"rank {counts.rank}: {counts.offload.recomputations} calls recomputed in backward, "
+                f"{counts.offload.recompute_ms:.0f} ms on the device"
+            )
     return remarks + _idle_units(ranks)
 
 
@@ -162,6 +176,7 @@ def _faults(all_stats: Sequence[UnitStats]) -> list[str]:
             ": deepspeed.checkpointing keeps its inputs where no hook sees them; use "
             "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
         )
+    found += _faults_of_recomputation(all_stats)
     if any(stats.compiled for stats in all_stats):
         found.append(" saved nothing: it lies in a module that torch.compile has compiled")
     elif not any(stats.calls for stats in all_stats):
@@ -171,10 +186,20 @@ def _faults(all_stats: Sequence[UnitStats]) -> list[str]:
             else "it was never called with gradients enabled, or only by compiled code"
         )
         found.append(f" saved nothing: {why}")
-    elif not saved:
+    elif not saved and not any(stats.recompute for stats in all_stats):
         why = ", ".join(f"{reason} {n}" for reason, n in skipped.items()) or "nothing in it saves tensors for backward"
         remedy = "; storages below min_tensor_bytes stay: lower it" if skipped[TOO_SMALL] else ""
         found.append(f" saved nothing that may be offloaded ({why}){remedy}")
     elif offloaded and held == offloaded:
         found.append(" freed nothing: something else held every storage until backward")
     return found
+
+
+def _faults_of_recomputation(all_stats: Sequence[UnitStats]) -> list[str]:
+    refusal = next((stats.recompute_refused for stats in all_stats if stats.recompute_refused), "")
+    if refusal:
+        return [f" is not recomputed: {refusal}"]
+    if any(stats.recompute and stats.calls and not stats.recomputations for stats in all_stats):
+        why = "it lies in a checkpoint or in another unit under recompute, or backward needs nothing that it gives"
+        return [f" was never recomputed: {why}"]
+    return []

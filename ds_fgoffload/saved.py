@@ -65,7 +65,7 @@ class SavedStorage:
             self._restore_from(memory)
         changes = self.alias._version - self._version + (0 if self._restored is None else self._restored._version)
         if changes:
-            raise RuntimeError(_changed_in_place(layout, self._version, self._version + changes))
+            raise RuntimeError(changed_in_place(layout, self._version, self._version + changes))
         if memory is self.alias:
             return layout.over(memory)
         assert self._restored is not None
@@ -105,6 +105,11 @@ class KeptTensor:
         self._version = tensor._version
         self._elements = tensor.numel()
 
+    @property
+    def is_changed(self) -> bool:
+        """True if it was changed in place since it was saved."""
+        return self._tensor._version != self._version
+
     def tensor(self) -> torch.Tensor:
         """The tensor.
 
@@ -114,7 +119,7 @@ class KeptTensor:
         """
         tensor = self._tensor
         if tensor._version != self._version:
-            raise RuntimeError(_changed_in_place(Layout.of(tensor), self._version, tensor._version))
+            raise RuntimeError(changed_in_place(Layout.of(tensor), self._version, tensor._version))
         if tensor.numel() != self._elements:
             msg = (
                 f"a parameter of {self._elements} elements saved for backward has {tensor.numel()} now: it was "
@@ -137,7 +142,8 @@ def _count_together(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
         return bool(tensor._version == alias._version)
 
 
-def _changed_in_place(layout: Layout, expected: int, found: int) -> str:
+def changed_in_place(layout: Layout, expected: int, found: int) -> str:
+    """What autograd says of a saved tensor that was changed."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{layout.dtype} {list(layout.size)}] is at version {found}; expected version {expected} instead"

@@ -20,7 +20,8 @@ Rules:
    that matches one means the modules in it, so ``layers``, ``layers*`` and ``layers.*`` are the same.
 5. A module with several names (tied) is one unit, under the first of them; a pattern may use any. It is no unit if it
    is excluded, or lies below an excluded module, under any of them.
-6. A pattern that matches nothing on any rank is an error, and so is a selection of which nothing is left.
+6. All of this holds for ``recompute`` as for ``modules``; a module may be under both.
+7. A pattern that matches nothing on any rank is an error, and so is a selection of which nothing is left.
 
 Matching needs this rank's modules and the check needs every rank's :class:`Findings`, because pipeline stages hold
 different layers: :func:`match`, then gather, then :func:`check`. :func:`select` does both for a single process.
@@ -53,6 +54,9 @@ class Selection:
     units: dict[str, nn.Module]
     """Name to module."""
 
+    recomputed: dict[str, nn.Module]
+    """Units under ``recompute``, which may be units as well; name to module."""
+
     excluded: dict[str, nn.Module]
     """The outermost excluded modules inside some unit, as far as they are called: tensors saved in them stay put."""
 
@@ -80,17 +84,23 @@ class Findings:
     classes: tuple[str, ...]
     """The same for class names."""
     selected: int
+    """By the patterns of ``modules`` and ``recompute``."""
     units: int
+    """What ``exclude`` has left of them."""
 
 
-def select(root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = ()) -> Selection:
+def select(
+    root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = (), recompute: Sequence[str] = ()
+) -> Selection:
     """The selection in a single process. Raises :class:`OffloadConfigError`."""
-    selection, findings = match(root, modules, exclude)
+    selection, findings = match(root, modules, exclude, recompute)
     check([findings])
     return selection
 
 
-def match(root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = ()) -> tuple[Selection, Findings]:
+def match(
+    root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = (), recompute: Sequence[str] = ()
+) -> tuple[Selection, Findings]:
     """This rank's selection, and what :func:`check` must hear of it. Raises nothing for a bad pattern."""
     named = list(root.named_modules(remove_duplicate=False))
     first: dict[int, str] = {}
@@ -98,10 +108,10 @@ def match(root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = ()) 
         first.setdefault(id(module), name)
     faults: list[str] = []
     unmatched: list[Unmatched] = []
+    selected: dict[str, set[int]] = {"modules": set(), "recompute": set()}
     notes: dict[str, None] = {}
-    selected: set[int] = set()
     barred: set[int] = set()
-    for key, patterns in (("modules", modules), ("exclude", exclude)):
+    for key, patterns in (("modules", modules), ("recompute", recompute), ("exclude", exclude)):
         for pattern in patterns:
             try:
                 test = _compile(pattern, named, notes)
@@ -114,24 +124,27 @@ def match(root: nn.Module, modules: Sequence[str], exclude: Sequence[str] = ()) 
                 barred |= found
             else:
                 found = {id(module) for _, module in _outermost_called(_at_or_below(named, hits))}
-                selected |= found
+                selected[key] |= found
             if not found:
                 unmatched.append(Unmatched(key, pattern, _remedy(pattern, named)))
 
     out = _at_or_below(named, [entry for entry in named if id(entry[1]) in barred])
-    left = selected - {id(module) for _, module in out}
+    out_ids = {id(module) for _, module in out}
+    left = selected["modules"] - out_ids
     tops = [entry for entry in named if id(entry[1]) in left]
     units = {first[id(module)]: module for _, module in tops}
+    again = selected["recompute"] - out_ids
+    recomputed = {first[id(module)]: module for _, module in named if id(module) in again}
     inside = _at_or_below(named, tops)
     off = _at_or_below(inside, [entry for entry in inside if id(entry[1]) in barred])
     excluded = {first[id(module)]: module for _, module in _outermost_called(off)}
-    return Selection(units, excluded, tuple(notes)), Findings(
+    return Selection(units, recomputed, excluded, tuple(notes)), Findings(
         faults=tuple(faults),
         unmatched=tuple(unmatched),
         names=one_per_shape([name for name, _ in named]) if unmatched else (),
         classes=tuple({type(module).__name__: None for _, module in named}) if unmatched else (),
-        selected=len(selected),
-        units=len(units),
+        selected=sum(map(len, selected.values())),
+        units=len(units) + len(recomputed),
     )
 
 

@@ -18,6 +18,8 @@ SUMMED = (
     "copying_out_ms",
     "copying_in_ms",
     "stalled_ms",
+    "recomputations",
+    "recompute_ms",
 )
 
 
@@ -55,6 +57,14 @@ class UnitStats:
     """Time for which compute waited for copies."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Saved tensors that were not eligible, by reason."""
+    recompute: bool = False
+    """It is under ``recompute``."""
+    recomputations: int = 0
+    """Times that a call of a unit under ``recompute`` was made again in backward."""
+    recompute_ms: float = 0.0
+    """Device time of that, in milliseconds, as far as the device has come."""
+    recompute_refused: str = ""
+    """Why a unit under ``recompute`` keeps what it saves all the same; empty: it does not."""
     compiled: bool = False
     """It lies in a module that ``torch.compile`` compiled as a whole, so that its hooks do not run."""
     recomputed_calls: int = 0
@@ -65,7 +75,7 @@ class UnitStats:
 
 @dataclass
 class OffloadStats:
-    """Cumulative counts of one attachment on this rank, in bytes unless the name says otherwise: :class:`UnitStats`."""
+    """Cumulative counts of one attachment on this rank, as in :class:`UnitStats`: bytes, unless the name says else."""
 
     saved_bytes: int = 0
     offloaded_bytes: int = 0
@@ -78,6 +88,8 @@ class OffloadStats:
     copying_out_ms: float = 0.0
     copying_in_ms: float = 0.0
     stalled_ms: float = 0.0
+    recomputations: int = 0
+    recompute_ms: float = 0.0
     live_host_bytes: int = 0
     """Bytes on lease from the host pool at this moment, for graphs that are still alive."""
     skipped: Counter[str] = field(default_factory=Counter)

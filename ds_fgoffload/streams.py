@@ -258,3 +258,17 @@ def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
 def make_streams(device: torch.device) -> Streams:
     """The streams of ``device``."""
     return SynchronousStreams(device) if get_accelerator().is_synchronized_device() else AcceleratorStreams(device)
+
+
+def random_states(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of the random generators of the CPU and of ``device``."""
+    if device.type == "cpu":
+        return (torch.get_rng_state(),)
+    return torch.get_rng_state(), get_accelerator().get_rng_state(device.index)
+
+
+def set_random_states(device: torch.device, states: tuple[torch.Tensor, ...]) -> None:
+    """Undoes what was drawn since :func:`random_states`."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        get_accelerator().set_rng_state(states[1], device.index)

@@ -120,7 +120,7 @@ class Transfer:
 
 def transfer_on(device: torch.device) -> Transfer:
     """A transfer on ``device``. All share its two copy streams, as they share the link."""
-    return Transfer(_streams_on(device))
+    return Transfer(streams_on(device))
 
 
-_streams_on = cache(make_streams)
+streams_on = cache(make_streams)

@@ -170,13 +170,8 @@ def test_the_users_dictionary_is_not_touched() -> None:
                 'such as "model.layers.*.mlp" (or set "enabled": false)'
             ],
         ),
-        (
-            {"modules": ["a"], "recompute": ["b"]},
-            [
-                'fine_grained_offload.recompute: got ["b"], allowed: an empty list: this version does not recompute; '
-                'list the modules under "modules" to offload them, or use activation checkpointing'
-            ],
-        ),
+        ({"recompute": [3]}, ["fine_grained_offload.recompute.0: got 3, allowed: text"]),
+        ({"recompute": ["a", ""]}, ['fine_grained_offload.recompute.1: got "", allowed: a pattern that is not empty']),
         ({"modules": ["a"], "policy": "none"}, ['fine_grained_offload.policy: got "none", allowed: "auto", "all"']),
         ({"modules": ["a"], "host_pool": 3}, ["fine_grained_offload.host_pool: got 3, allowed: an object"]),
         ({"modules": ["a"], "max_overhead": -1}, ["fine_grained_offload.max_overhead: got -1, allowed: a number >= 0"]),

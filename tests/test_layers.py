@@ -17,12 +17,13 @@ LAYERS = {
     "commands commands.inspect commands.inspect_view commands.doctor commands.top",
     6: "report step_log page chrome_trace checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks watcher",
-    4: "offloader",
+    4: "offloader open_calls packing recompute",
     3: "scope",
-    2: "saved parcel",
-    1: "selection eligibility transfer recorder tuner "
+    2: "saved parcel remade recomputed_unit",
+    1: "selection eligibility transfer recorder tuner recompute_cost conditions arguments "
     "pool pool_user pool_stats stock books lease supply budget ledger region pinning",
-    0: "schedule order plan planner simulation reads config sizes layout stats streams cuda_reads errors "
+    0: "compiled purity schedule order plan planner simulation reads config sizes layout stats streams cuda_reads "
+    "errors "
     "arena host_limit ledger_file keeper names messages families aliases inventory recording",
 }
 BESIDE = {
@@ -36,6 +37,10 @@ BESIDE = {
     "saved": {"parcel"},
     "transfer": {"pool", "recorder"},
     "tuner": {"recorder"},
+    "packing": {"offloader", "recompute"},
+    "open_calls": {"offloader", "recompute"},
+    "remade": {"parcel", "saved"},
+    "recomputed_unit": {"remade", "saved"},
     "planner": {"plan", "simulation"},
     "simulation": {"plan"},
     "reads": {"plan"},

@@ -71,6 +71,23 @@ def test_a_row_for_each_rank_and_unit_and_the_sums_of_each_rank() -> None:
     ]
 
 
+def test_what_was_recomputed_has_a_column_where_there_is_any() -> None:
+    made = UnitStats(calls=3, recompute=True, recomputed_bytes=2 * MIB, recomputations=3, recompute_ms=4.4)
+    text = render([counts(0, a=made, b=BUSY)])
+    assert table(text)[0][-3:] == ["kept", "recomputed", "late"]
+    assert [row[-2] for row in table(text)[1:]] == ["2.0 MiB", "-", "2.0 MiB"]
+    assert "rank 0: 3 calls recomputed in backward, 4 ms on the device" in remarks(text)
+
+
+def test_a_unit_that_was_not_recomputed_is_named() -> None:
+    text = render([counts(0, a=UnitStats(calls=1, recompute=True), b=UnitStats(recompute_refused="it draws lots"))])
+    assert remarks(text)[1:3] == [
+        "unit a was never recomputed: it lies in a checkpoint or in another unit under recompute, or backward needs "
+        "nothing that it gives",
+        "unit b is not recomputed: it draws lots",
+    ]
+
+
 LAYERS = {f"layers.{n}.mlp": BUSY for n in range(3)}
 
 

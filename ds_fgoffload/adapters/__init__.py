@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -31,6 +32,9 @@ class Adapter(Protocol):
 
     def release_engine_buffers(self) -> None:
         """The engine is to let go of activations that it keeps beyond their use."""
+
+    def whole(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """In it ``module.forward`` may run, in backward too: its parameters are there, and none goes that was there."""
 
     def on_destroy(self, detach: Callable[[], None]) -> None:
         """``detach`` is to be called when the engine is destroyed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,9 @@ class PlainAdapter:
 
     def release_engine_buffers(self) -> None:
         pass
+
+    def whole(self, _module: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def on_destroy(self, detach: Callable[[], None]) -> None:
         pass

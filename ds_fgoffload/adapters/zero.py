@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed.comm as dist
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from ds_fgoffload.config import SECTION, find_section
@@ -41,6 +45,13 @@ class ZeroAdapter:
     def release_engine_buffers(self) -> None:
         pass
 
+    def whole(self, module: nn.Module) -> AbstractContextManager[Any]:
+        optimizer = self._engine.optimizer
+        partitioning = getattr(optimizer, "parameter_offload", optimizer)  # ZeRO-3 without an optimizer: it itself
+        if not hasattr(partitioning, "pre_sub_module_forward_function"):
+            return nullcontext()
+        return _gathered(module, partitioning)
+
     def on_destroy(self, detach: Callable[[], None]) -> None:
         engine = self._engine
         destroy = type(engine).destroy
@@ -70,3 +81,39 @@ class ZeroAdapter:
     def release(self) -> None:
         self._engine.__dict__.pop("destroy", None)
         self._engine.__dict__.pop("_take_model_step", None)
+
+
+_RUNNING_AGAIN = -1
+"""Stands for a module's number among those that use a parameter."""
+
+
+@contextmanager
+def _gathered(module: nn.Module, partitioning: Any) -> Iterator[None]:
+    """Does for ``module`` what DeepSpeed's hooks do around its call, as they do for the modules below it.
+
+    At the end of a module's forward they free its parameters, whoever else is using them: here a module below may be in
+    the middle of its own backward. So what is there is marked as in use.
+    """
+    parameters: list[Any] = list(module.parameters())
+    there = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.AVAILABLE]
+    for parameter in there:
+        parameter.ds_active_sub_modules.add(_RUNNING_AGAIN)
+    own = list(parameter_offload.iter_params(module, recurse=parameter_offload.z3_leaf_module(module)))
+    if own:  # a module inside a "leaf module" is none of DeepSpeed's: the leaf stands for all below it
+        module = getattr(own[0], "ds_z3_leaf_module", module)
+    # In forward they are there. In backward whether they are may change from step to step, which must not change what
+    # DeepSpeed records as the order of the modules.
+    in_backward = torch._C._current_graph_task_id() != -1
+    is_fetched = any(p.ds_status is not ZeroParamStatus.AVAILABLE or (in_backward and not p.ds_persist) for p in own)
+    try:
+        if is_fetched:
+            partitioning.pre_sub_module_forward_function(module)
+        try:
+            yield
+        finally:
+            if is_fetched:
+                parameter_offload.FWD_MODULE_STACK.pop()
+                partitioning.post_sub_module_forward_function(module)
+    finally:
+        for parameter in there:
+            parameter.ds_active_sub_modules.discard(_RUNNING_AGAIN)

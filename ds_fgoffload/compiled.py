@@ -1,0 +1,74 @@
+"""What has to be known of ``torch.compile``: compiled code calls no hooks of the modules in it.
+
+The hooks of the very module that was compiled run outside the graph, and autograd's hooks see all that the graph saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+from torch import nn
+
+_T = TypeVar("_T")
+
+
+class ModuleHook:
+    """A hook that is not copied with its module: a deep copy or a pickle of the module is not attached."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = uncompiled(call)
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():  # what Dynamo sees of a hook that lies in a graph
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def leave_hooks_uncompiled() -> None:
+    """Keeps Dynamo from compiling a hook by itself; inside a graph it still sees one, and sees it do nothing.
+
+    Dynamo does not compile ``nn.Module.__call__``, but goes on with what is called from there: hooks, then ``forward``.
+    ``torch.compiler.disable`` would not do: a hook so marked breaks the graphs that it lies in.
+    """
+    # Not a public function. Without it results are the same, but Dynamo may try to compile the hooks.
+    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    if skip_code is not None:
+        skip_code(ModuleHook.__call__.__code__)
+
+
+def uncompiled(function: Callable[..., _T]) -> Callable[..., _T]:
+    """``function``, called by compiled code or by what Dynamo gave up on, is left as it is, with all that it calls."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def compile_is_used() -> bool:
+    """Whether anything in this process was ever given to ``torch.compile``."""
+    backends = getattr(torch._dynamo.eval_frame, "cached_backends", {0: True})
+    return any(backend is not None for backend in backends.values())  # None: torch.compiler.disable
+
+
+def modules_above(name: str, root: nn.Module) -> tuple[nn.Module, ...]:
+    """What the module lies in, outermost first."""
+    parts = name.split(".")
+    return tuple(root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))) if name else ()
+
+
+def is_compiled_away(above: Sequence[nn.Module]) -> bool:
+    """Whether a module in ``above`` was compiled: by its ``compile()``, or by ``torch.compile``, which wraps it."""
+    return any(module._compiled_call_impl is not None for module in above) or any(
+        type(module).__name__ == "OptimizedModule" for module in above[:-1]
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this very module was compiled."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
