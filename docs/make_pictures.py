@@ -35,6 +35,20 @@ def commands() -> None:
     picture("doctor", "ds-fgoffload doctor", doctor.table(doctor.examine(measure=True)))
 
 
+def pools() -> None:
+    from ds_fgoffload import ledger
+    from ds_fgoffload.commands import top
+
+    gib = 1 << 30
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [ledger.Ledger(Path(folder) / "node", program="train.py") for _ in range(4)]
+        for number, row in enumerate(rows):
+            row.describe(limit_bytes=96 * gib, share_bytes=24 * gib)
+            row.hold((20 - 4 * number) * gib)
+            row.publish((16 - 5 * number) * gib)
+        picture("top", "ds-fgoffload top", top.view(ledger.read_node(Path(folder) / "node")))
+
+
 def picture(name: str, title: str, shown: object) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(shown)
@@ -64,4 +78,5 @@ def page_of_a_step() -> None:
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     commands()
+    pools()
     page_of_a_step()

@@ -18,7 +18,7 @@ from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section,
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.hooks import ModuleHooks, recomputer_of
-from ds_fgoffload.messages import rank, warn
+from ds_fgoffload.messages import rank, warn, warn_here
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Action, Plan
 from ds_fgoffload.planner import Wish
@@ -76,10 +76,12 @@ class Attachment:
             raise_when_full=config.host_pool.on_full == "error",
             wish=_wish(config),
         )
+        say = warn if adapter.ranks_hold_same_modules else warn_here
         self._recomputer = recomputer_of(
             chosen.recomputed, chosen.units, self._offloader.unit_stats, plan, device, adapter.whole
         )
-        self._hooks = ModuleHooks(adapter.root, {**chosen.units, **chosen.excluded}, self._offloader, self._recomputer)
+        hooked = {**chosen.units, **chosen.excluded}
+        self._hooks = ModuleHooks(adapter.root, hooked, self._offloader, say, self._recomputer)
         self._unseen_checkpoints = UnseenCheckpoints(adapter.root, self._hooks, self._offloader.unit_stats)
         self._leave_pool = weakref.finalize(self, pool_user.leave)
         if config.enabled and config.release_pipeline_buffers:
@@ -117,6 +119,7 @@ class Attachment:
         if not self._leave_pool.alive:
             return
         self._hooks.remove()
+        self._offloader.end()
         self._unseen_checkpoints.remove()
         self._adapter.release()
         self._leave_pool()

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ds_fgoffload.errors import OffloadConfigError
 from ds_fgoffload.host_limit import local_ranks, locks_through_mlock, memlock_bytes, room
-from ds_fgoffload.ledger import Ledger, LedgerError, NodeEntry
+from ds_fgoffload.ledger import Ledger, LedgerBusyError, LedgerError, NodeEntry
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ class Budget:
         try:
             others_bytes = self._ledger.hold(held_bytes + slab_bytes, self._node_limit_bytes)
         except LedgerError as error:
-            if held_bytes + slab_bytes <= self.share_bytes:
+            # Without a ledger nobody borrows, and shares are safe. While it is busy, others may have borrowed ours.
+            if held_bytes + slab_bytes <= self.share_bytes and not isinstance(error, LedgerBusyError):
                 return None
-            return Refusal(f"{POOL_IS_FULL.cause}: it has its share, and borrows no more ({error})", "free that file")
+            return Refusal(f"{POOL_IS_FULL.cause}: it borrows no more without a ledger ({error})", "free that file")
         if others_bytes is None:
             return None
         assert self._node_limit_bytes is not None

@@ -18,7 +18,6 @@ from torch import nn
 
 from ds_fgoffload.compiled import ModuleHook
 from ds_fgoffload.hooks import ModuleHooks
-from ds_fgoffload.messages import warn
 from ds_fgoffload.names import abbreviated
 from ds_fgoffload.stats import UnitStats, shown
 
@@ -74,7 +73,7 @@ class UnseenCheckpoints:
         if self._by_unit:
             for unit, count in self._by_unit.items():
                 self._units[unit].unseen_checkpoints += count
-            warn(
+            self._hooks.warn(
                 f"fine_grained_offload: deepspeed.checkpointing runs in {abbreviated(map(shown, self._by_unit))} and "
                 f"keeps its inputs where no saved-tensor hook sees them, so they stay on the device; {ALTERNATIVE}"
             )

@@ -66,8 +66,8 @@ def inspect(
     """
     from ds_fgoffload.commands import inspect as command
     from ds_fgoffload.commands import inspect_view as view
-    from ds_fgoffload.config import parse_size
     from ds_fgoffload.messages import rank
+    from ds_fgoffload.sizes import parse_size
 
     try:
         least_bytes = parse_size(min_tensor_bytes)

@@ -11,9 +11,7 @@ import binascii
 import difflib
 import functools
 import json
-import re
 from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,33 +30,9 @@ from pydantic import (
 
 from ds_fgoffload.errors import OffloadConfigError
 from ds_fgoffload.messages import warn
+from ds_fgoffload.sizes import ByteSize
 
 SECTION = "fine_grained_offload"
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
-_SIZE_ALLOWED = 'a whole number of bytes >= 0, or text such as "64MiB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)'
-
-
-def parse_size(value: object) -> int:
-    """``value`` in bytes: a whole number, or text such as ``"64MiB"``. Raises ``ValueError`` saying what is allowed."""
-    number: Fraction | None = None
-    if isinstance(value, str):
-        found = _SIZE.fullmatch(value.strip())
-        if found and found[2].lower() in _UNITS:
-            number = Fraction(found[1]) * _UNITS[found[2].lower()]
-    elif isinstance(value, float):
-        if value.is_integer():  # JSON's 5e8, as DeepSpeed's own bucket sizes are written
-            number = Fraction(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        number = Fraction(value)
-    if number is None or number < 0 or number.denominator != 1:
-        raise ValueError(_SIZE_ALLOWED)
-    return int(number)
 
 
 def _pattern(value: str) -> str:
@@ -67,7 +41,6 @@ def _pattern(value: str) -> str:
     return value
 
 
-ByteSize = Annotated[int, BeforeValidator(parse_size)]
 Pattern = Annotated[StrictStr, BeforeValidator(lambda value: _pattern(value) if isinstance(value, str) else value)]
 
 
@@ -220,9 +193,8 @@ def find_section(ds_config: Mapping[str, Any] | str | Path | None) -> Mapping[st
     if isinstance(ds_config, str | Path):
         ds_config = _load(ds_config)
     if not isinstance(ds_config, Mapping):
-        raise OffloadConfigError(
-            f"ds_config: got {_shown(ds_config)}, allowed: a dictionary or the path of a JSON file"
-        )
+        allowed = "a dictionary or the path of a JSON file"
+        raise OffloadConfigError(f"ds_config: got {_shown(ds_config)}, allowed: {allowed}")
     section = ds_config.get(SECTION)
     return None if section is None else _checked_section(section)
 

@@ -24,7 +24,9 @@ class CudaReads:
         if before == bool(self._watchers):
             return
         if not before and torch.cuda.get_sync_debug_mode() == 0:  # else the user is looking for them
-            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a prototype
+                torch.cuda.set_sync_debug_mode("warn")
             warnings.filterwarnings("always", self._message)
             self._show, warnings.showwarning = warnings.showwarning, self._shown
         elif before and warnings.showwarning == self._shown:

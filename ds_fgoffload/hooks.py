@@ -25,7 +25,7 @@ from ds_fgoffload.compiled import (
     modules_above,
     uncompiled,
 )
-from ds_fgoffload.messages import warn
+from ds_fgoffload.messages import warn_here
 from ds_fgoffload.names import abbreviated
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.open_calls import OpenCall, OpenCalls
@@ -45,6 +45,7 @@ class ModuleHooks:
         root: its forward begins a micro-batch.
         hooked: units, and excluded modules inside them, by name.
         offloader: gets every event.
+        warn: where to say what is not offloaded.
         recomputer: its units are hooked too.
     """
 
@@ -53,8 +54,10 @@ class ModuleHooks:
         root: nn.Module,
         hooked: Mapping[str, nn.Module],
         offloader: Offloader,
+        warn: Callable[[str], None] = warn_here,
         recomputer: Recomputer | None = None,
     ) -> None:
+        self.warn = warn
         leave_hooks_uncompiled()
         self._offloader = offloader
         self._recomputer = recomputer
@@ -135,7 +138,7 @@ class ModuleHooks:
                 del self._above[name]
                 if name in self._units:
                     self._units[name].compiled = True
-            warn(
+            self.warn(
                 f"fine_grained_offload: {abbreviated(lost)}: torch.compile has compiled what they lie in, and "
                 "compiled code calls no hooks of the modules in it: such units are neither offloaded nor "
                 "recomputed, and such excluded modules not kept; select the compiled module itself, or compile "
@@ -260,7 +263,7 @@ class ModuleHooks:
     def _tell_what_is_only_recomputed(self) -> None:
         if self._only_recomputed and not self._told_recomputed:
             self._told_recomputed = True
-            warn(
+            self.warn(
                 f"fine_grained_offload: {abbreviated(self._only_recomputed)}: nothing is offloaded of units inside a "
                 "reentrant checkpoint, because nothing is saved there before backward; use_reentrant=False lets them "
                 "be offloaded instead of computed again, and a unit around the checkpoint offloads its inputs"

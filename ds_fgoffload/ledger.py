@@ -16,9 +16,17 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from ds_fgoffload.ledger_file import LedgerError, LedgerFile, NodeEntry, opened, pid_namespace, start_of
+from ds_fgoffload.ledger_file import (
+    LedgerBusyError,
+    LedgerError,
+    LedgerFile,
+    NodeEntry,
+    opened,
+    pid_namespace,
+    start_of,
+)
 
-__all__ = ["Ledger", "LedgerError", "NodeEntry", "default_path", "read_node"]
+__all__ = ["Ledger", "LedgerBusyError", "LedgerError", "NodeEntry", "default_path", "read_node"]
 
 DIRECTORY_VARIABLE = "DS_FGOFFLOAD_LEDGER_DIR"
 """The environment variable that names the directory of the file, for nodes on which no usual one will do."""
@@ -131,10 +139,13 @@ def read_node(path: Path | None = None) -> list[NodeEntry]:
     Raises :class:`LedgerError` if it cannot be read.
     """
     path = default_path() if path is None else path
-    if not path.exists():
+    try:
+        with opened(path, create=False) as file:
+            return [row for _, row in file.rows() if row.is_alive()]
+    except LedgerError:
+        if path.exists():
+            raise
         return []
-    with opened(path, create=False) as file:
-        return [row for _, row in file.rows() if row.is_alive()]
 
 
 def default_path() -> Path:

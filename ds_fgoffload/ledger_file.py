@@ -27,7 +27,11 @@ _one_at_a_time = threading.Lock()  # a process's own file locks do not exclude i
 
 
 class LedgerError(OSError):
-    """The node's ledger cannot be read or written now."""
+    """The node's ledger cannot be read or written."""
+
+
+class LedgerBusyError(LedgerError):
+    """Somebody has held the lock for longer than anybody should wait, perhaps a process that was stopped."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class LedgerFile:
 def opened(path: Path, *, create: bool = True) -> Iterator[LedgerFile]:
     """The file, locked: for writing, or for reading what there is if not ``create``."""
     if not _one_at_a_time.acquire(timeout=_BUSY_S):
-        raise LedgerError(f"{path} is in use by another thread of this process")
+        raise LedgerBusyError(f"{path} is in use by another thread of this process")
     try:
         descriptor = _locked(path, create=create)
         try:
@@ -127,7 +131,7 @@ def _locked(path: Path, *, create: bool) -> int:
         except (BlockingIOError, PermissionError):
             os.close(descriptor)
             if time.monotonic() > until:
-                raise LedgerError(f"{path} is locked by another process for more than {_BUSY_S} s") from None
+                raise LedgerBusyError(f"{path} is locked by another process for more than {_BUSY_S} s") from None
             time.sleep(0.0005)
             continue
         if not create or _is_still_at(descriptor, path):

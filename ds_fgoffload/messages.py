@@ -16,6 +16,11 @@ def rank() -> int:
 
 
 def warn(message: str) -> None:
-    """A warning that holds for every rank: rank 0 says it. What differs by rank stands in the report as well."""
+    """A warning that holds for every rank: rank 0 says it."""
     if rank() == 0:
         logger.warning(message)
+
+
+def warn_here(message: str) -> None:
+    """A warning about what this rank alone has, such as a pipeline stage's units."""
+    logger.warning(message)

@@ -26,15 +26,10 @@ from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPool, PoolUser
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.schedule import Schedule
-from ds_fgoffload.scope import Scope
+from ds_fgoffload.scope import ALONE_BYTES, PARCEL_BYTES, Scope
 from ds_fgoffload.stats import OffloadStats, UnitStats, total
 from ds_fgoffload.transfer import Transfer
 from ds_fgoffload.tuner import Tuner
-
-ALONE_BYTES = 1 << 20
-"""A storage of this size or more travels alone: copies of 1 MiB already run at nine tenths of the link's rate."""
-PARCEL_BYTES = 16 << 20
-"""A parcel of smaller ones is sent off at the latest when it has this size."""
 
 
 class Offloader:
@@ -167,6 +162,11 @@ class Offloader:
     def unit_stats(self) -> Mapping[str, UnitStats]:
         """The counts of the units, which go on changing; they refer to nothing else."""
         return self._unit_stats
+
+    def end(self) -> None:
+        """No more micro-batches will come; graphs that are alive keep working."""
+        if self._tuner is not None:
+            self._tuner.end()
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counts."""

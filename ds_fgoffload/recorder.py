@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ds_fgoffload.plan import Moment, Place, Points
+from ds_fgoffload.plan import Kind, Moment, Place, Points
 from ds_fgoffload.reads import Reads
 from ds_fgoffload.simulation import Passed, Recording
 from ds_fgoffload.stats import UnitStats
@@ -83,13 +83,18 @@ class Recorder:
         self._after_reads: set[Moment] = set()
         self._reads_before = 0
         self._measures = False
+        self._watches = False
 
     def measure(self, *, measure: bool) -> None:
         """Whether memory is asked for at each moment and reads are looked out for, which takes the host some time."""
-        if measure != self._measures:
-            self._measures = measure
-            self._streams.watch_reads(watch=measure)
-            self._reads_before = self._streams.reads()
+        self._measures = measure
+        self._watch_reads(watch=False)
+
+    def _watch_reads(self, *, watch: bool) -> None:
+        if watch != self._watches:
+            self._watches = watch
+            self._streams.watch_reads(watch=watch)
+        self._reads_before = self._streams.reads()
 
     def round_began(self, points: Points | None) -> None:
         if self._round.marks:
@@ -103,10 +108,10 @@ class Recorder:
         memory_bytes = 0
         if self._measures:
             memory_bytes = self._streams.allocated_bytes()
-            reads = self._streams.reads()
-            if reads != self._reads_before:
-                self._reads_before = reads
+            if self._watches and self._streams.reads() != self._reads_before:
                 self._after_reads.add(moment)
+            # In backward, threads of autograd's read; nobody would keep their warnings from being shown.
+            self._watch_reads(watch=moment.kind not in (Kind.BACKWARD, Kind.NEEDED))
         self._round.marks.append(_Mark(moment, size_bytes, away_bytes, fence, memory_bytes))
 
     def held(self, place: Place) -> None:

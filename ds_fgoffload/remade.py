@@ -166,7 +166,7 @@ class RecomputedCall:
         return remade
 
     def has_changed_saves(self) -> bool:
-        """Whether the forward has changed in place what it had saved; then backward raises, as it should."""
+        """Whether the forward has changed in place what it had saved; then backward raises, as it would without us."""
         return any(remade.held is not None and remade.held.is_changed for remade in self._saves)
 
     def saved(self) -> list[torch.Tensor]:

@@ -8,6 +8,11 @@ from ds_fgoffload.plan import Site
 from ds_fgoffload.saved import SavedStorage
 from ds_fgoffload.stats import UnitStats
 
+ALONE_BYTES = 1 << 20
+"""A storage of this size or more travels alone: copies of 1 MiB already run at nine tenths of the link's rate."""
+PARCEL_BYTES = 16 << 20
+"""A parcel of smaller ones is sent off at the latest when it has this size."""
+
 
 class Scope:
     """Open from the unit's call until it returns or raises.

@@ -66,6 +66,10 @@ class Tuner:
             self._consider(self._news.popleft())
         return None if self.forecast is None else self.forecast.points
 
+    def end(self) -> None:
+        """No more rounds will be recorded."""
+        self._recorder.measure(measure=False)
+
     def look(self) -> None:
         """Reads what the device has passed since."""
         while (recorded := self._recorder.read()) is not None:

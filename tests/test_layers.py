@@ -22,7 +22,8 @@ LAYERS = {
     2: "saved parcel remade recomputed_unit",
     1: "selection eligibility transfer recorder tuner recompute_cost conditions arguments "
     "pool pool_user pool_stats stock books lease supply budget ledger region pinning",
-    0: "compiled purity schedule order plan planner simulation reads config layout stats streams cuda_reads errors "
+    0: "compiled purity schedule order plan planner simulation reads config sizes layout stats streams cuda_reads "
+    "errors "
     "arena host_limit ledger_file keeper names messages families aliases inventory recording",
 }
 BESIDE = {
@@ -56,7 +57,7 @@ BESIDE = {
     "order": {"plan"},
     "aliases": {"families"},
     "step_log": {"report"},
-    "config": {"errors", "messages"},
+    "config": {"errors", "messages", "sizes"},
 }
 """What a module may import of its own layer."""
 

@@ -20,6 +20,7 @@ from ds_fgoffload.lease import Account
 from ds_fgoffload.ledger import Ledger
 from ds_fgoffload.pinning import register_host
 from ds_fgoffload.pool import HostPool, HostPoolSettings, host_pool
+from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Fence, make_streams
 from ds_fgoffload.transfer import Transfer
 
@@ -648,7 +649,7 @@ def test_a_forked_child_has_a_pool_of_its_own():
 def test_pinned_memory_is_pinned_across_slabs_and_trim_unpins_it():
     device = torch.device("cuda", torch.cuda.current_device())
     streams = make_streams(device)
-    transfer = Transfer(streams)
+    transfer, stats = Transfer(streams), UnitStats()
     source = torch.arange(200, dtype=torch.uint8, device=device).repeat(MIB)
     pool = HostPool(HostPoolSettings(GIB), background=False)
     halves = [pool.lease(source.numel() // 2) for _ in range(2)]
@@ -657,10 +658,10 @@ def test_pinned_memory_is_pinned_across_slabs_and_trim_unpins_it():
     lease = pool.lease(source.numel())
     assert lease.memory.is_pinned()
     assert len(lease.beside(source)) == pool.stats().allocations == 2
-    end = transfer.offload(source, lease, streams.compute())
-    transfer.before_release(end)
-    back, copied_in = transfer.reload(lease, streams.compute())
-    transfer.before_use(copied_in, streams.compute())
+    end = transfer.offload(source, lease, streams.compute(), stats)
+    transfer.before_release(end, stats)
+    back, copied_in = transfer.reload(lease, streams.compute(), stats)
+    transfer.before_use(copied_in, streams.compute(), stats)
     assert torch.equal(back, source)
     lease.give_back(end, copied_in)
     address = lease.taken

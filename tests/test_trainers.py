@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -181,6 +185,49 @@ def test_the_same_bits_with_and_without(outcomes: dict[str, Outcome], name: str)
         assert offloaded[rank]["weights"] == plain[rank]["weights"]
         assert offloaded[rank]["offloaded"] > 0
         assert offloaded[rank]["live"] == 0
+
+
+ROOT = Path(__file__).parents[1]
+LAUNCHERS = {
+    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "{port}", "--module"],
+    "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "{port}", "-m"],
+    "accelerate": [
+        "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}", "-m",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_example_under_every_launcher(launcher: str, tmp_path: Path) -> None:
+    """The same losses with and without, the script untouched."""
+
+    def losses(module: list[str]) -> tuple[list[str], str]:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            port = str(bound.getsockname()[1])
+        start = [word.format(port=port) for word in LAUNCHERS[launcher]]
+        start = [*start, *module] if module else start[:-1]
+        arguments = f"--use_cpu true --output_dir {tmp_path} --max_steps 3 --logging_steps 1 --save_strategy no"
+        script = ["examples/hf_trainer/finetune.py", "--deepspeed", "ds_configs/hf_zero3.json", *arguments.split()]
+        environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-m", *start, *script],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.findall(r"'loss': '?([0-9.]+)", done.stdout + done.stderr), done.stdout
+
+    offloaded, output = losses(["ds_fgoffload.run"])
+    assert "model.layers.{0..3}.mlp" in output
+    assert len(offloaded) == 3
+    assert losses([])[0] == offloaded
 
 
 def test_a_callback_without_a_section_is_an_error_and_restores_deepspeed() -> None:

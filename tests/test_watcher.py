@@ -178,6 +178,25 @@ def test_what_changes_in_place_is_refused_as_ever() -> None:
         net(torch.ones(3, requires_grad=True)).backward()
 
 
+def test_the_last_operation_that_wrote_it_is_named() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin((x * 2).add_(1)).sum()
+
+    _, inventory = recorded(InPlace())
+    assert [producer for _, _, producer in facts(inventory)] == ["add_"]
+
+
+def test_a_backward_inside_forward_saves_for_itself() -> None:
+    class Penalised(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(torch.exp(x).sum(), x, create_graph=True)
+            return (x + slope).sum()
+
+    _, inventory = recorded(Penalised())
+    assert [producer for _, _, producer in facts(inventory)] == ["exp"]
+
+
 def test_without_gradients_nothing_is_recorded() -> None:
     net = Net()
     recorder, inventory = recorded(net)
