@@ -14,6 +14,8 @@ from ds_fgoffload.plan import Moment
 SPREAD = 0.05
 SPREAD_MS = 0.2
 """The time between two moments differs by so much from round to round for other reasons."""
+AFTER_SPREAD_MS = 0.5
+"""And so much the time from a read to the next moment, while copies are under way."""
 
 
 class Read(NamedTuple):
@@ -47,7 +49,7 @@ class Reads:
             return self._undelayed(moment, took_ms)
         after_ms = end_ms - copy_end_ms
         most_after_ms = self._most_after_ms[moment] = min(after_ms, self._most_after_ms.get(moment, took_ms))
-        if after_ms > most_after_ms + SPREAD_MS:
+        if after_ms > most_after_ms + AFTER_SPREAD_MS:
             return self._undelayed(moment, took_ms)
         undelayed_ms = self._undelayed_ms.get(moment)
         if undelayed_ms is None:

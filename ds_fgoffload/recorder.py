@@ -51,11 +51,15 @@ class _Wait(NamedTuple):
 @dataclass
 class _Round:
     points: Points | None = None
+    takes_times: bool = True
     marks: list[_Mark] = field(default_factory=list)
     copies: dict[Direction, list[_Copy]] = field(default_factory=lambda: {direction: [] for direction in Direction})
     waits: list[_Wait] = field(default_factory=list)
     held: set[Place] = field(default_factory=set)
     peak_bytes: int = 0
+
+    def has_copies(self) -> bool:
+        return any(self.copies.values())
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Recorder:
         self._reads_before = 0
         self._measures = False
         self._watches = False
+        self.takes_times = True
+        """Whether the moments of the rounds that begin now are marked on the device; copies and waits always are."""
 
     def measure(self, *, measure: bool) -> None:
         """Whether memory is asked for at each moment and reads are looked out for, which takes the host some time."""
@@ -97,12 +103,14 @@ class Recorder:
         self._reads_before = self._streams.reads()
 
     def round_began(self, points: Points | None) -> None:
-        if self._round.marks:
+        if self._round.marks or self._round.has_copies():
             self._round.peak_bytes = self._streams.peak_allocated_bytes() if self._measures else 0
             self._over.append(self._round)
-        self._round = _Round(points)
+        self._round = _Round(points, self.takes_times)
 
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
+        if not self._round.takes_times:
+            return
         fence = self._streams.fence(self._compute())
         assert fence is not None
         memory_bytes = 0
@@ -124,22 +132,24 @@ class Recorder:
     def waits(self, copy_end: Fence, stats: UnitStats, begin: Fence | None = None) -> None:
         """Compute waits for a copy from ``begin`` on; from the last moment on, if that was just now."""
         marks = self._round.marks
-        if begin is None and not marks:
-            return
-        self._round.waits.append(_Wait(len(marks), begin or marks[-1].fence, copy_end, stats))
+        if begin is None:
+            begin = marks[-1].fence if marks else self._streams.fence(self._compute())
+        if begin is not None:
+            self._round.waits.append(_Wait(len(marks), begin, copy_end, stats))
 
     def read(self) -> Recorded | None:
-        """The next round that the device has passed; what it tells of copies and waits is counted."""
-        if not self._over or not all(map(self._streams.reached, _last_fences(self._over[0]))):
-            return None
-        over = self._over.popleft()
-        origin = over.marks[0].fence
-        for direction, copies in over.copies.items():
-            self._count_copies(direction, copies, origin)
-        stalled_ms = self._count_waits(over, origin)
-        recording = self._recording(over, origin, stalled_ms)
-        highest_bytes = max(mark.memory_bytes for mark in over.marks)
-        return Recorded(recording, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
+        """The next round with times that the device has passed; what rounds tell of copies and waits is counted."""
+        while self._over and all(map(self._streams.reached, _last_fences(self._over[0]))):
+            over = self._over.popleft()
+            origin = over.marks[0].fence if over.marks else _last_fences(over)[0]
+            for direction, copies in over.copies.items():
+                self._count_copies(direction, copies, origin)
+            stalled_ms = self._count_waits(over, origin)
+            if over.marks:
+                recording = self._recording(over, origin, stalled_ms)
+                highest_bytes = max(mark.memory_bytes for mark in over.marks)
+                return Recorded(recording, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
+        return None
 
     def total_bytes(self) -> int:
         """Memory of the device."""
@@ -204,4 +214,6 @@ class Recorder:
 
 
 def _last_fences(over: _Round) -> list[Fence]:
-    return [over.marks[-1].fence, *(copies[-1].end for copies in over.copies.values() if copies)]
+    marks = [mark.fence for mark in over.marks[-1:]]
+    copies = [copies[-1].end for copies in over.copies.values() if copies]
+    return [*marks, *copies, *(wait.begin for wait in over.waits[-1:])]

@@ -30,7 +30,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it
 _MADV_DONTFORK, _MADV_DONTDUMP, _MADV_HUGEPAGE, _MADV_DONTNEED = 10, 16, 14, 4
 _MAP_NORESERVE = 0x4000
 _TOUCHED_BY_ONE_BYTES = 8 << 20
-_MOST_TOUCHING_THREADS = 8
+_MOST_TOUCHING_THREADS = 32
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls into it let other Python threads run
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -30,6 +30,8 @@ PLANS_AT_ONCE = 6
 """Plans that are made as soon as the last does not fit; after that, each must hold twice as many rounds."""
 MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
+QUIET_ROUNDS = 8
+"""Once a plan has proved right, the moments of one in so many rounds are marked: marks take the device some time."""
 ROOM = 0.92
 """Of the device's memory; the rest goes to what the allocator cannot use."""
 
@@ -52,7 +54,9 @@ class Tuner:
         self._guessed = False
         self._caution = MORE_CAUTION
         self._too_bold = False
+        self._begun = 0
         self._rounds = 0
+        self._settled = False
         self._plans = 0
         self._not_before = 0
         self._cache_emptied = False
@@ -64,6 +68,8 @@ class Tuner:
         self.look()
         while self._news:
             self._consider(self._news.popleft())
+        self._begun += 1
+        self._recorder.takes_times = not self._settled or self._begun % QUIET_ROUNDS == 0
         return None if self.forecast is None else self.forecast.points
 
     def end(self) -> None:
@@ -86,7 +92,9 @@ class Tuner:
             self._recorder.measure(measure=False)
         if len(self._last) < LAST_ROUNDS:
             return
-        if self.forecast is not None and self._fits(self.forecast):
+        fits = self.forecast is not None and self._fits(self.forecast)
+        self._settled = fits and self._rounds > MEASURED_ROUNDS
+        if fits:
             self._empty_cache_once(recorded)
         elif self._rounds >= self._not_before:
             self._plan(self._wish)
@@ -125,6 +133,7 @@ class Tuner:
         self._guessed = recorded.recording.guessed
         self._length_ms = max(recorded.recording.length_ms, 1e-3)
         self._last.clear()
+        self._settled = False
         self._plans += 1
         self._not_before = self._rounds + (
             2 ** min(self._plans - PLANS_AT_ONCE, 10) if self._plans > PLANS_AT_ONCE else 0

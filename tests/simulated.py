@@ -43,7 +43,7 @@ class SimulatedStreams:
         self.peak_bytes = 0
         self.emptied = 0
         self._total_bytes = total_bytes
-        self._fences = 0
+        self.fences = 0
         self._reads = 0
         self._watched = False
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -69,8 +69,8 @@ class SimulatedStreams:
         yield
 
     def fence(self, stream: str) -> Fence:
-        self._fences += 1
-        return Fence(stream, self._fences, self.clocks_ms[stream])
+        self.fences += 1
+        return Fence(stream, self.fences, self.clocks_ms[stream])
 
     def wait(self, stream: str, fence: Fence | None) -> None:
         assert fence is not None

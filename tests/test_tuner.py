@@ -129,3 +129,19 @@ def test_nothing_is_planned_if_the_user_has_set_windows():
     found = training.steady()
     assert training.offloader._tuner.forecast is None
     assert found.offloaded_bytes == 8 * LAYER_BYTES
+
+
+def test_a_plan_that_has_proved_right_is_looked_at_now_and_then():
+    training = Training(wish=Wish(max_overhead=0.1), link_bytes_per_ms=2500)
+    training.steady(20)
+    fences = training.streams.fences
+    waited_ms, told_ms = training.streams.waited_ms, training.offloader.stats().stalled_ms
+    marks = []
+    for _ in range(16):
+        training.step()
+        marks.append(training.streams.fences - fences)
+        fences = training.streams.fences
+    assert sum(count == max(marks) for count in marks) == 2
+    assert max(marks) >= min(marks) + 8 * 3  # of each layer: its call, its save, its end
+    # The rounds in which no moment is marked tell of their waits all the same, one round later.
+    assert training.offloader.stats().stalled_ms - told_ms == pytest.approx(training.streams.waited_ms - waited_ms)
