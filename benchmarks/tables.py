@@ -123,8 +123,10 @@ def on_time(figures: dict[str, Any], *, reads: bool = False) -> list[str]:
         if name.endswith(READS) == reads and name not in modes  # a mode that failed in a later round has figures
     }
     with_reads = ", a blocking read in every router" if reads else ""
+    activations_gib = figures["activations_gib"]
+    peak = f" Activations at the peak of plain training: {activations_gib:.1f} GiB." if activations_gib else ""
     return [
-        f"**{STACKS[arguments['model']]}**, {figures['parameters'] / 1e9:.1f}B parameters, bf16, {arguments['length']} tokens, forward and backward, one {figures['device']}{with_reads}. Activations at the peak of plain training: {figures['activations_gib']:.1f} GiB. Offloaded: `{json.dumps(figures['selected'])}`.",
+        f"**{STACKS[arguments['model']]}**, {figures['parameters'] / 1e9:.1f}B parameters, bf16, {arguments['length']} tokens, forward and backward, one {figures['device']}{with_reads}.{peak} Offloaded: `{json.dumps(figures['selected'])}`.",
         "",
         "| | max reserved, GiB | freed, GiB | step, median (min to max) | added | moved, GiB | stalled, ms | late reloads | pinned, GiB | losses, gradients equal |",
         "|---|---|---|---|---|---|---|---|---|---|",

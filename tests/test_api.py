@@ -429,7 +429,15 @@ def check_conservation(stats: OffloadStats) -> None:
     for counts in (stats, *stats.units.values()):
         assert counts.saved_bytes == counts.offloaded_bytes + counts.kept_bytes
         assert counts.offloaded_bytes == counts.reloaded_bytes + counts.held_bytes + counts.used_in_place_bytes
-    of_units = ("calls", "skipped", "compiled", "recomputed_calls", "recompute_refused", "unseen_checkpoints")
+    of_units = (
+        "calls",
+        "skipped",
+        "compiled",
+        "recompute",
+        "recomputed_calls",
+        "recompute_refused",
+        "unseen_checkpoints",
+    )
     summed = [f.name for f in fields(UnitStats) if f.name not in of_units]
     for name in summed:
         assert getattr(stats, name) == sum(getattr(unit, name) for unit in stats.units.values())
