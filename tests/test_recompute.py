@@ -556,7 +556,10 @@ def test_a_unit_inside_a_unit_is_part_of_it():
 def test_what_is_offloaded_inside_a_recomputed_unit_is_offloaded(modules):
     attachment = compare(blocks(), recompute=["0", "1"], modules=modules)
     assert recomputations(attachment)["0"] == 3
-    assert attachment.stats().offloaded_bytes > 0
+    stats = attachment.stats()
+    offloading = [unit for unit in stats.units.values() if unit.saved_bytes]
+    assert offloading
+    assert all(unit.calls == 3 for unit in offloading), "it was offloaded in the trial too"
 
 
 def test_excluded_modules_keep_what_they_save():
@@ -595,7 +598,9 @@ def test_hooks_of_others_run_once_and_what_they_change_counts():
         def run(model):
             def add():
                 model.unit.register_forward_pre_hook(lambda _m, args: (calls.append("before"), (args[0] * 2,))[1])
-                model.unit.register_forward_hook(lambda _m, _args, out: (calls.append("after"), out.sin())[1])
+                model.unit.register_forward_hook(
+                    lambda _m, _args, out: (calls.append("after"), out.sin())[1], prepend=True
+                )
                 model.unit.register_full_backward_hook(lambda *_: calls.append("backward"))
 
             found = [] if register_late else add()
@@ -686,6 +691,74 @@ def test_a_branch_that_backward_does_not_take():
         Around(RmsNorm(), lambda unit, after, x: (after(unit(x)).sin(), unit(x.sin()).cos())), run, ["unit"]
     )
     assert recomputations(attachment) == {"unit": 3}
+
+
+def test_arguments_are_let_go_of_when_nobody_can_need_them_again():
+    """A unit that saves nothing, whose output nobody saved either."""
+    given, gone = [], []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unit, self.after = Function(lambda _m, x: x * 2), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.after(x)
+            for _ in range(4):
+                x = x + 1
+                given.append(weak(x))
+                x = self.unit(x) + 1
+                gone.append([one.expired() for one in given])
+            return x
+
+    model = Model()
+    ds_fgoffload.attach(model, {"recompute": ["unit"]})
+    train(model, 1)
+    gone.clear()
+    given.clear()
+    train(model, 1)
+    assert gone[-1] == [True, True, True, False]
+
+
+def test_tensors_made_in_inference_mode():
+    model = Around(nn.GELU(), lambda unit, after, _: after(unit(made)))
+    with torch.inference_mode():
+        made = data()
+    attachment = compare(model, recompute=["unit"])
+    assert recomputations(attachment) == {"unit": 0}
+    assert refused(attachment) == {}
+
+
+def test_an_interrupt_that_the_model_survives(monkeypatch):
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            y = x.exp()
+            if interrupts:
+                raise KeyboardInterrupt
+            return y.sin()
+
+    def use(unit, after, x):
+        try:
+            return after(unit(x))
+        except KeyboardInterrupt:
+            return after(x)
+
+    interrupts = []
+    model = Around(Interrupted(), use)
+    attachment = ds_fgoffload.attach(model, {"recompute": ["unit"]})
+    train(model, 1)
+    calls = weakref.WeakSet()
+    watch_calls(monkeypatch, attachment, calls.add)
+    interrupts.append(True)
+    gc.disable()
+    try:
+        train(model, 1)
+        assert not calls
+    finally:
+        gc.enable()
+    interrupts.clear()
+    model.zero_grad()
+    compare_after(model)
 
 
 def test_a_graph_that_is_dropped(monkeypatch):
