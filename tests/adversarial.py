@@ -237,7 +237,9 @@ def _random_track(dice: random.Random, name: str) -> Track:
     model = Model(blocks, _random_block(dice, width, 1))
     rows = [dice.randint(1, 12) for _ in range(dice.randint(1, 4))]
     inputs = [torch.randn(n, width, requires_grad=True) for n in rows]
-    program = _random_program(dice, len(rows)) * dice.choice([1, 1, 1, 1, 1, 5])  # what repeats is recorded, and planned
+    program = _random_program(dice, len(rows)) * dice.choice(
+        [1, 1, 1, 1, 1, 5]
+    )  # what repeats is recorded, and planned
     return Track(name, model, dice.choice([1, 1, 2]), inputs, program)
 
 
