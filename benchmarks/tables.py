@@ -9,6 +9,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = "docs/on_time.svg"
+GIB = 2**30
 BEGIN, END = "<!-- results", "<!-- /results -->"
 
 
@@ -267,7 +268,31 @@ def more() -> str:
     return "".join(f"{line}\n" for line in parts)
 
 
-PAGES = {"README.md": readme, "docs/benchmarks.md": more}
+def host_pool() -> str:
+    """What stands between the markers of docs/host_pool.md."""
+    figures = load("host_pool")
+    growth, copies = figures["growth"], figures["copies"]
+    rows = [
+        "| trace | through | held, GiB | held / peak leased | taken from the system | after step 60 | hits |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, trace in figures["traces"].items():
+        kind, through = name.split(", ")
+        rows.append(
+            f"| {kind} | {through} | {trace['held_bytes'] / GIB:.2f} | {trace['held_over_peak']:.3f} | "
+            f"{trace['allocations']} | {trace['allocations_after_step_60']} | {trace['hits']} |"
+        )
+    sentence = (
+        f"{figures['arguments']['steps']} steps, lengths or token counts of experts drawn anew in each, on one "
+        f"{figures['device']}. Growth by {figures['arguments']['growth_gib']} GiB: {growth['gib_per_s']:.1f} GiB/s, "
+        f"through torch {growth['torch_gib_per_s']:.1f}. Copies out and back, inside a slab: "
+        f"{copies['d2h_inside_gb_per_s']:.1f} and {copies['h2d_inside_gb_per_s']:.1f} GB/s; across two: "
+        f"{copies['d2h_across_gb_per_s']:.1f} and {copies['h2d_across_gb_per_s']:.1f}."
+    )
+    return "\n".join([*rows, "", sentence, "", source(figures), ""])
+
+
+PAGES = {"README.md": readme, "docs/benchmarks.md": more, "docs/host_pool.md": host_pool}
 
 
 def between_markers(page: str) -> str:
