@@ -118,8 +118,9 @@ class FineGrainedOffloadConfig(_Section):
     streams (CPU) as ``"all"``."""
 
     max_overhead: float | None = Field(default=None, ge=0, strict=True, allow_inf_nan=False)
-    """Time for which compute may wait for copies, as a fraction of forward and backward (0.01 is one per cent; 0: it
-    never waits). Of ``policy`` ``"auto"``. Unset: 0.01, or what ``target_saved_bytes`` takes if that is set."""
+    """Time for which compute may wait for copies, as a fraction of forward and backward (0.01 is one per cent), in
+    exchange for more memory. Of ``policy`` ``"auto"``. Unset: it never waits, unless ``target_saved_bytes`` is set and
+    takes that, or the device would be too small."""
 
     target_saved_bytes: ByteSize | None = None
     """Bytes by which the peak of device memory is to fall; no more is offloaded than reaches it. Of ``policy``

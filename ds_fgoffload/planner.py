@@ -14,9 +14,6 @@ from typing import NamedTuple
 from ds_fgoffload.plan import Place, Points
 from ds_fgoffload.simulation import Outcome, Recording, Round
 
-AUTOMATIC_OVERHEAD = 0.01
-"""``max_overhead`` where nothing is said."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
@@ -25,7 +22,7 @@ class Wish:
     everything: bool = False
     """Every place is copied, and the release window holds as well."""
     max_overhead: float | None = None
-    """Time that may be added, as a fraction of the round; None: ``AUTOMATIC_OVERHEAD``, or what the target takes."""
+    """Time that may be added, as a fraction of the round; None: none, or what the target takes."""
     target_saved_bytes: int | None = None
     """Bytes by which the peak is to fall; no more is copied than that takes."""
     room_bytes: int | None = None
@@ -58,8 +55,7 @@ def plan_round(recording: Recording, wish: Wish, *, caution: float = 1.0) -> For
     free = the_round.simulate(chosen)
     limit_bytes = 0
     if wish.max_overhead is not None or wish.target_saved_bytes is None:
-        overhead = AUTOMATIC_OVERHEAD if wish.max_overhead is None else wish.max_overhead
-        limit_bytes = the_round.least_peak(chosen, free.peak_bytes, overhead * recording.length_ms)
+        limit_bytes = the_round.least_peak(chosen, free.peak_bytes, (wish.max_overhead or 0.0) * recording.length_ms)
     if wish.target_saved_bytes is not None:
         limit_bytes = max(limit_bytes, recording.peak_bytes - wish.target_saved_bytes)
     if wish.room_bytes is not None:
