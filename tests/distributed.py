@@ -1,13 +1,13 @@
 """Runs functions on several gloo CPU ranks, each a fresh process, and brings back what they return or how they fail.
 
-Starting a rank costs seconds (it imports DeepSpeed), so :func:`run_cases` runs many cases in one set of processes. A
-case that fails ends its processes, since its peers may wait for it in a collective; the cases after it get new ones.
+To import DeepSpeed costs seconds, so one server imports it, and every rank is a fork of that server. To make a group
+costs as well, so :func:`run_cases` runs many cases in one set of processes. A case that fails ends its processes, since
+its peers may wait for it in a collective; the cases after it get new ones.
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,7 +16,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -101,11 +104,26 @@ def without_communication_op() -> None:
     deepspeed.ops.__compatible_ops__ = {}
 
 
+@cache
+def _server() -> ForkServerContext:
+    """Where ranks come from: a process of one thread and no group, with the imports that all of them need."""
+    before = dict(os.environ)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        context = ForkServerContext()
+        context.set_forkserver_preload(["ds_fgoffload", "deepspeed.pipe", "torch.distributed.checkpoint"])
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
 def _run_until_failure(
     function: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], ranks: int, deadline: float
 ) -> tuple[dict[str, tuple[Any, ...]], str | None]:
     """Results by rank of the cases up to the first that fails, and how that one failed."""
-    context = multiprocessing.get_context("spawn")
+    context = _server()
     work = pickle.dumps((function, cases))
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = []

@@ -8,15 +8,6 @@ import torch
 from benchmarks import deepseek, measure, megatron, modes, on_time, settings, tables
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small products are faster so, the more so where other tests run beside these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=sorted(settings.SELECTED))
 def job(request):
     return on_time.build(on_time.parse(["--tiny", "--model", request.param]))

@@ -183,14 +183,6 @@ class Cell:
         return [f"blocks.{i}" if self.place == "is the block" else f"blocks.{i}.mlp" for i in range(BLOCKS)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield

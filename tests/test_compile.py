@@ -69,14 +69,6 @@ class DeepNet(Net):
         super().__init__(MANY)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
     torch._dynamo.reset()

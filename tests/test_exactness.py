@@ -23,18 +23,6 @@ from ds_fgoffload.streams import SynchronousStreams
 WIDTH = 16
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fast():
-    """One thread, because the tensors are small; and no collector that looks through all that was imported."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch):
     torch.manual_seed(0)

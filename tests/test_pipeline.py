@@ -25,7 +25,7 @@ import ds_fgoffload
 from ds_fgoffload import OffloadConfigError, offloader
 from ds_fgoffload.stats import OffloadStats
 
-WIDTH, SEQUENCES, LENGTH, LAYERS, VOCABULARY = 8, 2, 3, 8, 11
+WIDTH, SEQUENCES, LENGTH, VOCABULARY = 8, 2, 3, 11
 EACH_LAYER = ["[0-9]"]
 Stream = Tensor | tuple[Tensor, Tensor]
 """What a layer takes and returns: a tensor, or a tuple of two."""
@@ -83,7 +83,7 @@ class Case:
     checkpoint: str = "none"
     dtype: torch.dtype = torch.float32
     zero: int = 0
-    steps: int = 3
+    steps: int = 2
     length: int | tuple[int, ...] = LENGTH
     modules: list[str] = field(default_factory=lambda: EACH_LAYER)
     section: dict[str, Any] = field(default_factory=dict)
@@ -104,6 +104,11 @@ class Case:
             if value != getattr(PLAIN, key):
                 words.append(key if value is True else f"{key}={value}")
         return ", ".join(words)
+
+    @property
+    def layers(self) -> int:
+        """DualPipeV has two parts on each stage."""
+        return 2 * self.stages
 
     def micro_batches_in(self, step: int) -> int:
         return self.micro_batches if isinstance(self.micro_batches, int) else self.micro_batches[step]
@@ -143,8 +148,8 @@ class Case:
         return self._bytes_of(step, numbers)
 
     def _bytes_of(self, step: int, numbers: int) -> int:
-        layers = LAYERS // self.stages
-        return self.micro_batches_in(step) * layers * SEQUENCES * self.length_in(step) * numbers * 4
+        layers_here = self.layers // self.stages
+        return self.micro_batches_in(step) * layers_here * SEQUENCES * self.length_in(step) * numbers * 4
 
 
 PLAIN = Case("1F1B", 2, 2)
@@ -152,7 +157,7 @@ PLAIN = Case("1F1B", 2, 2)
 
 def make_module(case: Case) -> PipelineModule:
     torch.manual_seed(0)
-    layers: list[LayerSpec] = [LayerSpec(Layer) for _ in range(LAYERS)]
+    layers: list[LayerSpec] = [LayerSpec(Layer) for _ in range(case.layers)]
     if case.tied:
         tied = partial(TiedLayerSpec, "embed", nn.Embedding, VOCABULARY, WIDTH)
         layers = [tied(), *layers[2:], tied(forward_fn=logits_of)]
@@ -287,12 +292,13 @@ def differences(expected: History, found: History) -> list[str]:
     return [key for key, value in expected.items() if not torch.equal(value, found[key])]
 
 
-def compare(case: Case) -> None:
+def compare(case: Case, ways: tuple[bool, ...] = (False, True)) -> None:
+    """``ways``: with ``streams``, without it, or both."""
     offloader.ALONE_BYTES = 1 << 20 if case.packed else 0
     expected = train(case, offloads=False)
     assert sum(key.startswith("gradient") for key in expected) > 0
     assert all(math.isfinite(value.float().sum()) for value in expected.values())
-    for streams in (False, True):
+    for streams in ways:
         assert differences(expected, train(case, offloads=True, streams=streams)) == []
 
 
@@ -382,7 +388,7 @@ VARIANTS = {
             for engine in ("1F1B", "DualPipeV")
             for modules in (["loss_fn"], ["*", "loss_fn"])
         ),
-        *(Case("1F1B", 2, 3, modules=modules) for modules in (["[0-3]"], ["7", "7.fc*"])),
+        *(Case("1F1B", 2, 3, modules=modules) for modules in (["[01]"], ["3", "3.fc*"])),
         Case("1F1B", 2, 3, checkpoint="non_reentrant"),
         # The unit inside offloads its input, and the unit around the checkpoint that of the layer: once each.
         Case("1F1B", 2, 3, checkpoint="non_reentrant", modules=["*.fc1", "*"], numbers_per_token=2 * WIDTH),
@@ -393,14 +399,14 @@ VARIANTS = {
         ),
         Case("1F1B", 2, (2, 2, 6, 6, 3, 3), steps=6),
         Case("1F1B", 2, (6, 6, 1, 1), steps=4, checkpoint="reentrant", modules=["*"]),
-        Case("DualPipeV", 2, (4, 4, 6, 6, 4, 4), "tuple", steps=6),
+        Case("DualPipeV", 2, (4, 4, 6, 6), "tuple", steps=4),
         *(
             Case("1F1B", 2, 3, outputs, steps=5, length=(3, 3, 5, 5, 2), **releases)
-            for outputs in ("tensor", "tuple")
-            for releases in ({}, {"section": RELEASES})
+            for outputs, releases in (("tensor", {}), ("tuple", {"section": RELEASES}))
         ),
         Case("DualPipeV", 2, 4, steps=4, length=(3, 3, 5, 2)),
-        *(Case("1F1B", 2, 4, dtype=dtype, zero=zero) for zero in (0, 1) for dtype in (torch.float32, torch.bfloat16)),
+        Case("1F1B", 2, 4, dtype=torch.bfloat16),
+        *(Case("1F1B", 2, 4, dtype=dtype, zero=1) for dtype in (torch.float32, torch.bfloat16)),
         *(Case("DualPipeV", 2, 4, dtype=dtype, zero=1) for dtype in (torch.float32, torch.bfloat16)),
         *(Case("1F1B", 2, 4, outputs, packed=True) for outputs in ("tensor", "tuple")),
     ],
@@ -414,13 +420,13 @@ MATRICES = {
     2: [matrix("1F1B", 2, (1, 2, 6)), matrix("DualPipeV", 2, (4, 5, 6))],
     4: [matrix("1F1B", 4, (1, 2, 6))],
 }
-CHECKPOINTED = Case("1F1B", 2, 2, checkpoint="deepspeed reentrant", steps=2)
+CHECKPOINTED = Case("1F1B", 2, 2, checkpoint="deepspeed reentrant")
 NOWHERE = (
     'fine_grained_offload.modules: pattern "[0-3].fc3" matches no module (nearest: "0.fc1")\n'
     'fine_grained_offload.modules: pattern "class:Layr" matches no module (nearest: "class:Layer")'
 )
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "patterns that match nowhere": (refused, replace(PLAIN, modules=["[4-7]", "[0-3].fc3", "class:Layr"]), NOWHERE),
+    "patterns that match nowhere": (refused, replace(PLAIN, modules=["[23]", "[0-3].fc3", "class:Layr"]), NOWHERE),
     "deepspeed.checkpointing around layers": (
         one_warning, replace(CHECKPOINTED, modules=["*"]), "deepspeed.checkpointing", "(whole model)",
         "torch.utils.checkpoint.checkpoint",
@@ -449,14 +455,12 @@ def run_case(function: Any, *arguments: Any) -> None:
     function(*arguments)
 
 
-def jobs(cases: Iterable[Case]) -> dict[str, tuple[Any, ...]]:
-    return {case.name: (compare, case) for case in cases}
+def jobs(cases: Iterable[Case], *ways: tuple[bool, ...]) -> dict[str, tuple[Any, ...]]:
+    return {case.name: (compare, case, *ways) for case in cases}
 
 
-DEFAULT_JOBS = {
-    ranks: jobs((*(case for cases in MATRICES[ranks] for case in diagonal(cases)), *VARIANTS[ranks]))
-    for ranks in (2, 4)
-}
+DIAGONALS = {2: [*diagonal(MATRICES[2][0]), *diagonal(MATRICES[2][1])], 4: diagonal(MATRICES[4][0])[::2]}
+DEFAULT_JOBS = {ranks: jobs(DIAGONALS[ranks]) | jobs(VARIANTS[ranks], (True,)) for ranks in (2, 4)}
 DEFAULT_JOBS[2] |= OTHERS
 FULL_JOBS = {ranks: jobs(case for cases in MATRICES[ranks] for case in cases) for ranks in (2, 4)}
 

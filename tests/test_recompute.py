@@ -30,17 +30,6 @@ class Pair(NamedTuple):
     two: torch.Tensor
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fast():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch):
     torch.manual_seed(0)

@@ -158,6 +158,7 @@ def test_deepspeed_launcher(tmp_path: Path, write: Callable[..., Path], config: 
     check_counts(json.loads(stats.read_text()), {(0, 0): 2 * SAVED_BYTES, (0, 1): 2 * SAVED_BYTES})
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_torchrun_with_a_module_and_two_engines(tmp_path: Path, write: Callable[..., Path], config: Path) -> None:
     """Neither engine is collected, one is destroyed, and the script ends by running out."""

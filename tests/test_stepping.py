@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -51,10 +50,7 @@ class Net(nn.Module):
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:
     with one_rank():
-        gc.collect()
-        gc.freeze()
         yield
-        gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 HAS_TRL = all(importlib.util.find_spec(name) for name in ("trl", "peft", "datasets"))
-STEPS = 3
+STEPS = 2
 LENGTH = 16
 SECTION = {"modules": ["@mlp", "@attn"], "min_tensor_bytes": 0}
 TEXT = Path(__file__).read_bytes()

@@ -6,7 +6,6 @@ import inspect
 from unittest import mock
 
 import pytest
-import torch
 
 from ds_fgoffload import planner, tuner
 from ds_fgoffload import transfer as transfer_module
@@ -17,15 +16,6 @@ from tests.adversarial import run_seed
 
 ENOUGH_SEEDS = 1500
 """A fault is found long before; only a wait that is not needed makes all of them run."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The tensors are small: a second thread only costs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
