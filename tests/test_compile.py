@@ -363,7 +363,13 @@ def train_engine(engine: Any) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("_rank")
-@pytest.mark.parametrize(("stage", "modules"), [(0, "*"), (0, "blocks.*"), (1, "*"), (1, "blocks.*"), (3, "*")])
+@pytest.mark.parametrize(
+    ("stage", "modules"),
+    [
+        *[(0, "blocks.*"), (1, "*"), (3, "*")],
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, "*"), (1, "blocks.*"))),
+    ],
+)
 def test_a_compiled_engine(stage: int, modules: str, warnings: Any) -> None:
     blocks = 0 if stage == 3 else BLOCKS  # Dynamo takes seconds for ZeRO-3's hooks on each module
     plain = engine_of(make(partial(Net, blocks)), stage)
