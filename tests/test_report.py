@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from ds_fgoffload.pool import HostPoolStats
-from ds_fgoffload.report import RankCounts, human, render, shown
-from ds_fgoffload.stats import OffloadStats, UnitStats, total
+from ds_fgoffload.report import RankCounts, render
+from ds_fgoffload.sizes import human
+from ds_fgoffload.stats import OffloadStats, UnitStats, shown, total
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 POOL = HostPoolStats(
