@@ -73,10 +73,11 @@ class Recorder:
         self._viewers.append(viewer)
 
     def end(self) -> None:
-        """No more rounds will begin: the present one is shown to its viewers, for which the host waits."""
+        """No more rounds will begin: what is not yet shown to its viewers is now, for which the host waits."""
         self.measure(measure=False)
         if self._round.viewers:
             self.round_began(None)
+        if any(over.viewers for over in self._over):
             for fence in (fence for over in self._over for fence in over.last_fences()):
                 self._streams.synchronize(fence)
             while self.read() is not None:
@@ -200,7 +201,8 @@ class Recorder:
             if position and mark.moment in self._after_reads:
                 begin_ms = at_ms[position - 1] + stalled_ms[position]
                 read = self._reads.seen(mark.moment, begin_ms, at_ms[position], ends_ms)
-                self._reads.count(mark.moment, *_units_around(over.marks, position), read)
+                took_ms = at_ms[position] - begin_ms
+                self._reads.count(mark.moment, read, took_ms, *_units_around(over.marks, position))
                 taken_out_ms += read.waited_ms
                 reads_waited_ms += read.waited_ms
                 guessed = guessed or read.guessed

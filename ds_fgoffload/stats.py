@@ -105,7 +105,7 @@ class ReadDelay:
     before_unit: str | None
     """The unit that is next; the same as ``after_unit`` if it is read within a call."""
     rounds: int = 0
-    """Rounds in which it was clear how long the read waited."""
+    """Rounds of which it is clear how long the read waited."""
     waited_ms: float = 0.0
     """Time for which copies kept it waiting, in all of these."""
     last_waited_ms: float = 0.0

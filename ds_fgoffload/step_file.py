@@ -27,9 +27,7 @@ class StepFile:
     def __init__(self, path: Path, title: str, facts: Mapping[str, str]) -> None:
         folder = path.absolute().parent
         if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-            msg = (
-                f"record: cannot write {path}: give the name of a file in a folder that is there and may be written to"
-            )
+            msg = f"record: cannot write {path}: name a file in a folder that is there and may be written to"
             raise OffloadStateError(msg)
         self._path = path
         self._title = title
