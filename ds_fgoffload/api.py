@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 from torch import nn
 
 from ds_fgoffload import selection
@@ -24,9 +25,11 @@ from ds_fgoffload.plan import Action, Plan
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render
-from ds_fgoffload.stats import OffloadStats, UnitStats, total
+from ds_fgoffload.stats import OffloadStats, RoundStats, UnitStats, total
+from ds_fgoffload.step_file import StepFile
 from ds_fgoffload.step_log import StepLog
 from ds_fgoffload.streams import accelerator_device
+from ds_fgoffload.told import plan_told
 from ds_fgoffload.transfer import transfer_on
 
 _ATTRIBUTE = "_ds_fgoffload"
@@ -36,16 +39,17 @@ _tallies: list[Tally] = []
 class Tally:
     """What an attachment has counted; stays when the attachment is gone, and keeps no engine alive."""
 
-    def __init__(self, attachment: Attachment, units: Mapping[str, UnitStats]) -> None:
+    def __init__(self, attachment: Attachment, units: Mapping[str, UnitStats], rounds: RoundStats) -> None:
         self._attachment = weakref.ref(attachment)
         self._units = units
+        self._rounds = rounds
 
     def counts(self, rank: int) -> RankCounts:
         """The counts of now, or of the attachment's end."""
         attachment = self._attachment()
         if attachment is not None:
             return attachment.counts(rank)
-        return RankCounts(rank, total(self._units, live_host_bytes=0), host_pool().stats())
+        return RankCounts(rank, total(self._units, 0, self._rounds), host_pool().stats())
 
 
 class Attachment:
@@ -59,6 +63,10 @@ class Attachment:
             HostPoolSettings(**{f.name: getattr(config.host_pool, f.name) for f in fields(HostPoolSettings)})
         )
         pool_user = pool.add_user(type(target).__name__, config.host_pool.quota_bytes)
+        transfer = transfer_on(device)
+        self._recorder = transfer.recorder
+        self._step_files: list[StepFile] = []
+        self._device = device
         self._adapter = adapter
         self._target = weakref.ref(target)
         plan = Plan(
@@ -71,7 +79,7 @@ class Attachment:
             chosen.excluded,
             Eligibility(adapter.root, config.min_tensor_bytes, device),
             plan,
-            transfer_on(device),
+            transfer,
             pool_user,
             raise_when_full=config.host_pool.on_full == "error",
             wish=_wish(config),
@@ -91,7 +99,7 @@ class Attachment:
         self._log = StepLog(config.report_after_steps)
         if config.enabled:
             adapter.after_step(lambda: _call_if_there(itself(), Attachment._step_taken))
-        _tallies.append(Tally(self, self._offloader.unit_stats))
+        _tallies.append(Tally(self, self._offloader.unit_stats, self._offloader.rounds))
 
     def stats(self) -> OffloadStats:
         """Counts of this rank since attaching, also after :meth:`detach`."""
@@ -114,12 +122,48 @@ class Attachment:
         """
         return render(self._gather(), expand=expand)
 
+    def record(self, path: str | Path, *, title: str | None = None) -> None:
+        """Has the whole of the next step recorded: when each storage was saved, copied, released and used.
+
+        The step is the next round: one micro-batch, or all those of a ``train_batch`` whose forwards run before their
+        backwards end. The file is written when the step after it begins, or later if the device is behind; at the
+        latest by :meth:`detach`. ``ds-fgoffload draw`` makes a page of it. It concerns this rank alone.
+
+        Args:
+            path: of the JSON file to write (``docs/recording.md``); each rank that records needs one of its own.
+            title: its headline; default: the class of the model.
+
+        Raises:
+            OffloadStateError: nothing is offloaded here, the device has no streams (CPU), or the folder is not there.
+        """
+        if self._recorder is None:
+            raise OffloadStateError(
+                f"record: on {self._device} copies are made at once, and there are no times to record: train on an "
+                "accelerator"
+            )
+        if not (self._leave_pool.alive and self._offloader.unit_stats):
+            raise OffloadStateError("record: nothing is offloaded here (detached, or not enabled): attach it first")
+        facts = {
+            "device": str(self._device),
+            "rank": str(rank()),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+        }
+        planned = self._offloader.rounds.planned
+        if planned is not None:
+            facts["plan"] = plan_told(planned)
+        step_file = StepFile(Path(path), title or f"One step of {type(self._adapter.root).__name__}", facts)
+        self._step_files.append(step_file)
+        self._recorder.show(step_file)
+
     def detach(self) -> None:
         """Takes every hook off. Graphs that are alive keep working; their host memory goes back as they die."""
         if not self._leave_pool.alive:
             return
         self._hooks.remove()
         self._offloader.end()
+        for step_file in self._step_files:
+            step_file.tell_if_due()
         self._unseen_checkpoints.remove()
         self._adapter.release()
         self._leave_pool()

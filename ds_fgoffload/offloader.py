@@ -27,7 +27,7 @@ from ds_fgoffload.pool import HostPool, PoolUser
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.schedule import Schedule
 from ds_fgoffload.scope import ALONE_BYTES, PARCEL_BYTES, Scope
-from ds_fgoffload.stats import OffloadStats, UnitStats, total
+from ds_fgoffload.stats import OffloadStats, RoundStats, UnitStats, total
 from ds_fgoffload.transfer import Transfer
 from ds_fgoffload.tuner import Tuner
 
@@ -64,6 +64,7 @@ class Offloader:
         recorder = transfer.recorder
         self._schedule = Schedule(plan, synchronous=transfer.synchronous, witness=recorder)
         self._tuner = None if recorder is None else Tuner(wish, recorder)
+        self.rounds = RoundStats() if recorder is None else recorder.rounds
         self.plans = wish is not None and recorder is not None
         self._lock = threading.RLock()
         self._unit_stats = {name: UnitStats() for name in units}
@@ -174,7 +175,7 @@ class Offloader:
             self._bury()
             if self._tuner is not None:
                 self._tuner.look()
-            return total(self._unit_stats, self._live_host_bytes)
+            return total(self._unit_stats, self._live_host_bytes, self.rounds)
 
     def _backward_began(self, micro_batch: int, _gradients: tuple[torch.Tensor, ...]) -> None:
         with self._lock:
@@ -294,4 +295,4 @@ class Offloader:
             death = self._deaths.popleft()
             self._live_host_bytes -= death.leased_bytes
             del self._parcels[death.key]
-            self._carry_out(self._schedule.died(death.key))
+            self._carry_out(self._schedule.died(death.key, death.when))

@@ -35,6 +35,8 @@ class Death(NamedTuple):
 
     key: int
     leased_bytes: int
+    when: Fence | None = None
+    """None: nobody wants to know."""
 
 
 class Parcel:
@@ -177,7 +179,7 @@ class Parcel:
                 self._transfer.before_drop(self._copied_in, self._compute)
             self._lease.give_back(self._copied_out, self._copied_in)
             leased_bytes = self.size_bytes
-        self._deaths.append(Death(self.key, leased_bytes))
+        self._deaths.append(Death(self.key, leased_bytes, self._transfer.death()))
 
 
 def drop_memory(alias: torch.Tensor) -> None:

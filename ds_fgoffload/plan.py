@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Site(NamedTuple):
@@ -109,3 +109,6 @@ class Witness(Protocol):
 
     def held(self, place: Place) -> None:
         """Something else kept on the device what was saved at ``place``: its copy freed nothing."""
+
+    def died(self, place: Place, when: Any) -> None:
+        """What was saved at ``place`` in this round is gone since ``when``, which the schedule does not look at."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ds_fgoffload.plan import Moment
+from ds_fgoffload.stats import ReadDelay
 
 SPREAD = 0.05
 SPREAD_MS = 0.2
@@ -30,12 +31,38 @@ class Read(NamedTuple):
 
 
 class Reads:
-    """Learns from round to round; a read is named by the moment after it."""
+    """Learns from round to round; a read is named by the moment after it.
 
-    def __init__(self) -> None:
+    Args:
+        delays: gets a :class:`ReadDelay` for each read, which goes on counting.
+    """
+
+    def __init__(self, delays: list[ReadDelay]) -> None:
+        self._delays = delays
+        self._delay_of: dict[Moment, ReadDelay] = {}
+        self._unclear: dict[Moment, tuple[int, float]] = {}  # rounds, and the times that they took
         self._undelayed_ms: dict[Moment, float] = {}  # from the moment before to that after, if no copy delays the read
         self._most_after_ms: dict[Moment, float] = {}  # from the read to the moment after it, at the most
         self._after_ms: dict[Moment, float] = {}  # the same, seen in a round in which the read was delayed
+
+    def count(
+        self, moment: Moment, read: Read, took_ms: float, after_unit: str | None, before_unit: str | None
+    ) -> None:
+        """What :meth:`seen` says of the time before ``moment`` is added up; in what it guesses, once that is clear.
+
+        ``took_ms`` is that time, and the units are those around it.
+        """
+        delay = self._delay_of.get(moment)
+        if delay is None:
+            delay = self._delay_of[moment] = ReadDelay(after_unit, before_unit)
+            self._delays.append(delay)
+        rounds, in_all_ms = self._unclear.pop(moment, (0, 0.0))
+        if read.guessed:
+            self._unclear[moment] = (rounds + 1, in_all_ms + took_ms)
+            return
+        delay.rounds += rounds + 1
+        delay.waited_ms += max(0.0, in_all_ms - rounds * self._undelayed_ms[moment]) + read.waited_ms
+        delay.last_waited_ms = read.waited_ms
 
     def seen(self, moment: Moment, begin_ms: float, end_ms: float, copy_ends_ms: Sequence[float]) -> Read:
         """Between the moments at ``begin_ms`` and ``end_ms`` the device was read.

@@ -6,60 +6,23 @@ Events are queued on the streams as the round goes, and read when the device has
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from ds_fgoffload.lease import Lease
 from ds_fgoffload.plan import Kind, Moment, Place, Points
 from ds_fgoffload.reads import Reads
+from ds_fgoffload.recording import StepRecording
+from ds_fgoffload.round_times import Copy, Direction, Mark, MsOf, RoundTimes, Wait, copy_spans, wait_spans
 from ds_fgoffload.simulation import Passed, Recording
-from ds_fgoffload.stats import UnitStats
+from ds_fgoffload.stats import RoundStats, UnitStats
+from ds_fgoffload.step_times import step_recording
 from ds_fgoffload.streams import Fence, Streams
 
 SMALLEST_TIMED_BYTES = 1 << 20
 """Smaller copies say more of the start of a copy than of the link's rate."""
-
-
-class Direction(Enum):
-    OUT = "d2h"
-    IN = "h2d"
-
-
-class _Mark(NamedTuple):
-    moment: Moment
-    size_bytes: int
-    away_bytes: int
-    fence: Fence
-    memory_bytes: int
-
-
-class _Copy(NamedTuple):
-    size_bytes: int
-    ready: Fence
-    end: Fence
-    stats: UnitStats
-
-
-class _Wait(NamedTuple):
-    marks: int
-    begin: Fence
-    copy_end: Fence
-    stats: UnitStats
-
-
-@dataclass
-class _Round:
-    points: Points | None = None
-    takes_times: bool = True
-    marks: list[_Mark] = field(default_factory=list)
-    copies: dict[Direction, list[_Copy]] = field(default_factory=lambda: {direction: [] for direction in Direction})
-    waits: list[_Wait] = field(default_factory=list)
-    held: set[Place] = field(default_factory=set)
-    peak_bytes: int = 0
-
-    def has_copies(self) -> bool:
-        return any(self.copies.values())
 
 
 @dataclass(frozen=True)
@@ -80,10 +43,13 @@ class Recorder:
     def __init__(self, streams: Streams, compute: Callable[[], Any]) -> None:
         self._streams = streams
         self._compute = compute
-        self._round = _Round()
-        self._over: deque[_Round] = deque()
+        self._round = RoundTimes()
+        self._over: deque[RoundTimes] = deque()
+        self._viewers: list[Callable[[StepRecording], None]] = []
         self._rates: dict[Direction, float] = {}
-        self._reads = Reads()
+        self.rounds = RoundStats()
+        """What users are told of the rounds."""
+        self._reads = Reads(self.rounds.reads)
         self._after_reads: set[Moment] = set()
         self._reads_before = 0
         self._measures = False
@@ -102,11 +68,34 @@ class Recorder:
             self._streams.watch_reads(watch=watch)
         self._reads_before = self._streams.reads()
 
+    def show(self, viewer: Callable[[StepRecording], None]) -> None:
+        """``viewer`` is called with the whole of the round that begins next, once the device has passed it."""
+        self._viewers.append(viewer)
+
+    def end(self) -> None:
+        """No more rounds will begin: what is not yet shown to its viewers is now, for which the host waits."""
+        self.measure(measure=False)
+        if self._round.viewers:
+            self.round_began(None)
+        if any(over.viewers for over in self._over):
+            for fence in (fence for over in self._over for fence in over.last_fences()):
+                self._streams.synchronize(fence)
+            while self.read() is not None:
+                pass
+
     def round_began(self, points: Points | None) -> None:
-        if self._round.marks or self._round.has_copies():
-            self._round.peak_bytes = self._streams.peak_allocated_bytes() if self._measures else 0
+        viewers, self._viewers = self._viewers, []
+        begin = self._streams.fence(self._compute()) if viewers or self._round.viewers else None
+        if self._round.is_empty():
+            viewers += self._round.viewers
+        else:
+            if self._round.viewers:
+                self._round.end = begin
+            self._round.peak_bytes = self._streams.peak_allocated_bytes() if self._asks_for_memory() else 0
             self._over.append(self._round)
-        self._round = _Round(points, self.takes_times)
+        self._round = RoundTimes(points, self.takes_times or bool(viewers), viewers=viewers)
+        if viewers:
+            self._round.begin = begin
 
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
         if not self._round.takes_times:
@@ -114,39 +103,53 @@ class Recorder:
         fence = self._streams.fence(self._compute())
         assert fence is not None
         memory_bytes = 0
-        if self._measures:
+        if self._asks_for_memory():
             memory_bytes = self._streams.allocated_bytes()
+        if self._measures:
             if self._watches and self._streams.reads() != self._reads_before:
                 self._after_reads.add(moment)
             # In backward, threads of autograd's read; nobody would keep their warnings from being shown.
             self._watch_reads(watch=moment.kind not in (Kind.BACKWARD, Kind.NEEDED))
-        self._round.marks.append(_Mark(moment, size_bytes, away_bytes, fence, memory_bytes))
+        self._round.marks.append(Mark(moment, size_bytes, away_bytes, fence, memory_bytes))
 
     def held(self, place: Place) -> None:
         self._round.held.add(place)
 
-    def copied(self, direction: Direction, size_bytes: int, ready: Fence, end: Fence, stats: UnitStats) -> None:
-        """A copy was queued behind ``ready``; ``end`` marks its end."""
-        self._round.copies[direction].append(_Copy(size_bytes, ready, end, stats))
+    def died(self, place: Place, when: Fence | None) -> None:
+        if when is not None:
+            self._round.deaths[place] = when
+
+    def death(self, compute: Any) -> Fence | None:
+        """When something dies that was used on ``compute``: now. None if nobody wants to know."""
+        return self._streams.fence(compute) if self._round.viewers else None
+
+    def copied(self, direction: Direction, lease: Lease, ready: Fence, end: Fence, stats: UnitStats) -> None:
+        """A copy from or to the block was queued behind ``ready``; ``end`` marks its end."""
+        block = lease if self._round.viewers else None
+        copy = Copy(lease.size_bytes, ready, end, stats, len(self._round.marks), block)
+        self._round.copies[direction].append(copy)
 
     def waits(self, copy_end: Fence, stats: UnitStats, begin: Fence | None = None) -> None:
         """Compute waits for a copy from ``begin`` on; from the last moment on, if that was just now."""
         marks = self._round.marks
+        at_death = begin is not None
         if begin is None:
             begin = marks[-1].fence if marks else self._streams.fence(self._compute())
         if begin is not None:
-            self._round.waits.append(_Wait(len(marks), begin, copy_end, stats))
+            self._round.waits.append(Wait(len(marks), begin, copy_end, stats, at_death))
 
     def read(self) -> Recorded | None:
         """The next round with times that the device has passed; what rounds tell of copies and waits is counted."""
-        while self._over and all(map(self._streams.reached, _last_fences(self._over[0]))):
+        while self._over and all(map(self._streams.reached, self._over[0].last_fences())):
             over = self._over.popleft()
-            origin = over.marks[0].fence if over.marks else _last_fences(over)[0]
+            ms_of = partial(self._streams.elapsed_ms, over.origin())
             for direction, copies in over.copies.items():
-                self._count_copies(direction, copies, origin)
-            stalled_ms = self._count_waits(over, origin)
+                self._count_copies(direction, copies, ms_of)
+            stalled_ms = self._count_waits(over, ms_of)
+            for viewer in over.viewers:
+                viewer(step_recording(over, ms_of))
             if over.marks:
-                recording = self._recording(over, origin, stalled_ms)
+                recording = self._recording(over, ms_of, stalled_ms)
                 highest_bytes = max(mark.memory_bytes for mark in over.marks)
                 return Recorded(recording, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
         return None
@@ -159,39 +162,36 @@ class Recorder:
         """Gives the device what its allocator keeps for reuse; the host waits for the device."""
         self._streams.empty_cache()
 
-    def _count_copies(self, direction: Direction, copies: list[_Copy], origin: Fence) -> None:
+    def _asks_for_memory(self) -> bool:
+        return self._measures or bool(self._round.viewers)
+
+    def _count_copies(self, direction: Direction, copies: list[Copy], ms_of: MsOf) -> None:
         timed: list[tuple[int, float]] = []
-        last_end_ms = float("-inf")
-        for copy in copies:
-            begin_ms = max(last_end_ms, self._streams.elapsed_ms(origin, copy.ready))
-            last_end_ms = self._streams.elapsed_ms(origin, copy.end)
-            took_ms = max(0.0, last_end_ms - begin_ms)
+        for copy, (begin_ms, end_ms) in zip(copies, copy_spans(copies, ms_of), strict=True):
             if direction is Direction.OUT:
-                copy.stats.copying_out_ms += took_ms
+                copy.stats.copying_out_ms += end_ms - begin_ms
+                copy.stats.timed_out_bytes += copy.size_bytes
             else:
-                copy.stats.copying_in_ms += took_ms
-            timed.append((copy.size_bytes, took_ms))
+                copy.stats.copying_in_ms += end_ms - begin_ms
+                copy.stats.timed_in_bytes += copy.size_bytes
+            timed.append((copy.size_bytes, end_ms - begin_ms))
         large = [(size_bytes, ms) for size_bytes, ms in timed if size_bytes >= SMALLEST_TIMED_BYTES] or timed
         in_all_ms = sum(ms for _, ms in large)
         if in_all_ms:
             self._rates[direction] = sum(size_bytes for size_bytes, _ in large) / in_all_ms
 
-    def _count_waits(self, over: _Round, origin: Fence) -> list[float]:
+    def _count_waits(self, over: RoundTimes, ms_of: MsOf) -> list[float]:
         """By mark, how long compute waited just after it."""
         stalled_ms = [0.0] * (len(over.marks) + 1)
-        now_ms = float("-inf")
-        for marks, begin, copy_end, stats in over.waits:
-            now_ms = max(now_ms, self._streams.elapsed_ms(origin, begin))
-            waited_ms = max(0.0, self._streams.elapsed_ms(origin, copy_end) - now_ms)
-            now_ms += waited_ms
-            stats.stalled_ms += waited_ms
-            stalled_ms[marks] += waited_ms
+        for wait, (begin_ms, end_ms) in zip(over.waits, wait_spans(over.waits, ms_of), strict=True):
+            wait.stats.stalled_ms += end_ms - begin_ms
+            stalled_ms[wait.marks] += end_ms - begin_ms
         return stalled_ms
 
-    def _recording(self, over: _Round, origin: Fence, stalled_ms: list[float]) -> Recording:
+    def _recording(self, over: RoundTimes, ms_of: MsOf, stalled_ms: list[float]) -> Recording:
         """The moments without the waits."""
-        at_ms = [self._streams.elapsed_ms(origin, mark.fence) for mark in over.marks]
-        ends_ms = [self._streams.elapsed_ms(origin, copy.end) for copy in over.copies[Direction.OUT]]
+        at_ms = [ms_of(mark.fence) for mark in over.marks]
+        ends_ms = [ms_of(copy.end) for copy in over.copies[Direction.OUT]]
         passed: list[Passed] = []
         taken_out_ms = reads_waited_ms = 0.0
         guessed = False
@@ -201,6 +201,8 @@ class Recorder:
             if position and mark.moment in self._after_reads:
                 begin_ms = at_ms[position - 1] + stalled_ms[position]
                 read = self._reads.seen(mark.moment, begin_ms, at_ms[position], ends_ms)
+                took_ms = at_ms[position] - begin_ms
+                self._reads.count(mark.moment, read, took_ms, *_units_around(over.marks, position))
                 taken_out_ms += read.waited_ms
                 reads_waited_ms += read.waited_ms
                 guessed = guessed or read.guessed
@@ -213,7 +215,14 @@ class Recorder:
         return Recording(passed, d2h, h2d, frozenset(over.held), waited_ms, guessed)
 
 
-def _last_fences(over: _Round) -> list[Fence]:
-    marks = [mark.fence for mark in over.marks[-1:]]
-    copies = [copies[-1].end for copies in over.copies.values() if copies]
-    return [*marks, *copies, *(wait.begin for wait in over.waits[-1:])]
+def _units_around(marks: list[Mark], position: int) -> tuple[str | None, str | None]:
+    """The units of the last moment before the position, and of the next from it on, at which a unit was at work."""
+    before, after = reversed(marks[:position]), marks[position:]
+    return next(_units_in_forward(before), None), next(_units_in_forward(after), None)
+
+
+def _units_in_forward(marks: Iterable[Mark]) -> Iterator[str]:
+    return (mark.moment.place.site.unit for mark in marks if mark.moment.kind in _OF_UNITS)
+
+
+_OF_UNITS = (Kind.OPENED, Kind.SAVED, Kind.CLOSED)

@@ -15,10 +15,13 @@ from rich.text import Text
 from ds_fgoffload.eligibility import TOO_SMALL
 from ds_fgoffload.names import families
 from ds_fgoffload.pool import HostPoolStats
-from ds_fgoffload.stats import SUMMED, OffloadStats, UnitStats, shown
+from ds_fgoffload.sizes import human
+from ds_fgoffload.stats import SUMMED, OffloadStats, UnitStats, rate_gb_s, shown
+from ds_fgoffload.told import sentences
 
 _WIDTH = 400  # room for any name; the table takes no more than it needs
 _BYTES_COLUMNS = ("saved", "offloaded", "reloaded", "in place", "held", "kept")
+_TIMES_COLUMNS = ("stalled", "GB/s out", "GB/s in")
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,11 @@ def render(ranks: Sequence[RankCounts], *, expand: bool = False) -> str:
     rank follows. With ``expand`` each unit of each rank has a row.
     """
     table = Table(title="fine_grained_offload: bytes since attaching", title_justify="left")
-    recompute = any(counts.offload.recomputed_bytes for counts in ranks)
-    for name in ("rank", "unit", "calls", *_BYTES_COLUMNS, *["recomputed"] * recompute, "late"):
+    shows = _Columns(
+        recomputed=any(counts.offload.recomputed_bytes for counts in ranks),
+        times=any(counts.offload.timed_out_bytes for counts in ranks),
+    )
+    for name in ("rank", "unit", "calls", *shows.names()):
         table.add_column(name, justify="left" if name in ("rank", "unit") else "right")
     if not expand:
         for family in _families(ranks):
@@ -52,16 +58,14 @@ def render(ranks: Sequence[RankCounts], *, expand: bool = False) -> str:
                 _numbers(family.ranks),
                 Text(family.name),
                 str(family.stats.calls),
-                *_cells(family.stats, recompute=recompute),
+                *shows.cells(family.stats),
             )
         table.add_section()
     for counts in ranks:
         if expand:
             for unit, stats in counts.offload.units.items():
-                table.add_row(
-                    str(counts.rank), Text(shown(unit)), str(stats.calls), *_cells(stats, recompute=recompute)
-                )
-        sums = [str(counts.rank), "all units", "", *_cells(counts.offload, recompute=recompute)]
+                table.add_row(str(counts.rank), Text(shown(unit)), str(stats.calls), *shows.cells(stats))
+        sums = [str(counts.rank), "all units", "", *shows.cells(counts.offload)]
         table.add_row(*sums, style="bold", end_section=expand)
     console = Console(file=io.StringIO(), width=_WIDTH)
     console.print(table)
@@ -70,6 +74,40 @@ def render(ranks: Sequence[RankCounts], *, expand: bool = False) -> str:
     text = console.file
     assert isinstance(text, io.StringIO)
     return text.getvalue()
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Those that follow the calls; some are there only where there is something to tell."""
+
+    recomputed: bool
+    times: bool
+
+    def names(self) -> list[str]:
+        return [*_BYTES_COLUMNS, *["recomputed"] * self.recomputed, "late", *_TIMES_COLUMNS * self.times]
+
+    def cells(self, stats: UnitStats | OffloadStats) -> list[str]:
+        sizes_bytes = [
+            stats.saved_bytes,
+            stats.offloaded_bytes,
+            stats.reloaded_bytes,
+            stats.used_in_place_bytes,
+            stats.held_bytes,
+            stats.kept_bytes,
+            *[stats.recomputed_bytes] * self.recomputed,
+        ]
+        times = [
+            f"{stats.stalled_ms:.1f} ms" if stats.stalled_ms else "-",
+            _rate(stats.timed_out_bytes, stats.copying_out_ms),
+            _rate(stats.timed_in_bytes, stats.copying_in_ms),
+        ]
+        sizes = (human(size_bytes) if size_bytes else "-" for size_bytes in sizes_bytes)
+        return [*sizes, str(stats.late_reloads or "-"), *times * self.times]
+
+
+def _rate(size_bytes: int, took_ms: float) -> str:
+    rate = rate_gb_s(size_bytes, took_ms)
+    return "-" if rate is None else f"{rate:.1f}"
 
 
 @dataclass
@@ -101,32 +139,12 @@ def _numbers(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def human(size_bytes: int) -> str:
-    """``size_bytes`` in the unit that keeps it short."""
-    size = float(size_bytes)
-    for suffix in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or suffix == "GiB":
-            return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
-        size /= 1024
-    raise AssertionError
-
-
 def _plain(stats: UnitStats | OffloadStats) -> dict[str, Any]:
     # not dataclasses.asdict: it makes a Counter of (key, value) pairs out of a Counter
-    return {**vars(stats), "skipped": dict(stats.skipped)}
-
-
-def _cells(stats: UnitStats | OffloadStats, *, recompute: bool) -> list[str]:
-    sizes = [
-        stats.saved_bytes,
-        stats.offloaded_bytes,
-        stats.reloaded_bytes,
-        stats.used_in_place_bytes,
-        stats.held_bytes,
-        stats.kept_bytes,
-        *[stats.recomputed_bytes] * recompute,
-    ]
-    return [*(human(size) if size else "-" for size in sizes), str(stats.late_reloads or "-")]
+    plain = {**vars(stats), "skipped": dict(stats.skipped)}
+    if isinstance(stats, OffloadStats):
+        plain["rounds"] = asdict(stats.rounds)
+    return plain
 
 
 def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
@@ -146,6 +164,7 @@ def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
                 f"rank {counts.rank}: {counts.offload.recomputations} calls recomputed in backward, "
                 f"{counts.offload.recompute_ms:.0f} ms on the device"
             )
+        remarks += [f"rank {counts.rank}: {sentence}" for sentence in sentences(counts.offload.rounds)]
     return remarks + _idle_units(ranks)
 
 

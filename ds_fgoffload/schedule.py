@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from enum import Enum
+from typing import Any
 
 from ds_fgoffload.order import NeedOrder
 from ds_fgoffload.plan import Act, Kind, Moment, Place, Plan, Points, Site, Verb, Witness
@@ -172,9 +173,11 @@ class Schedule:
                 acts += self._release_others(entry)
         return acts + self._prefetch(entry.micro_batch)
 
-    def died(self, key: int) -> list[Act]:
-        """The last view of what is in the parcel is gone."""
+    def died(self, key: int, when: Any = None) -> list[Act]:
+        """The last view of what is in the parcel is gone; ``when`` is for the witness."""
         entry = self._entries.pop(key)
+        if self._witness is not None and self._order.ordinal(entry.micro_batch) is not None:
+            self._witness.died(entry.place, when)
         self._alive_bytes -= entry.size_bytes
         self._move(key, entry, _Where.KEPT)
         self._order.died(key, entry.micro_batch, entry.place)
@@ -193,10 +196,7 @@ class Schedule:
 
     @property
     def prefetch_window_bytes(self) -> int:
-        """Automatic: twice the window above: one in use, one coming back.
-
-        More if reloads were late for want of room.
-        """
+        """Automatic: twice the window above, one in use, one coming back; more if reloads lacked room."""
         if self._plan.prefetch_window_bytes is not None:
             return self._plan.prefetch_window_bytes
         return max(2 * self._window_bytes, self._room_wanted_bytes)

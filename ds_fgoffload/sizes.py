@@ -34,4 +34,14 @@ def parse_size(value: object) -> int:
     return int(number)
 
 
+def human(size_bytes: int) -> str:
+    """``size_bytes`` in the unit that keeps it short."""
+    size = float(size_bytes)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or suffix == "GiB":
+            return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
+        size /= 1024
+    raise AssertionError
+
+
 ByteSize = Annotated[int, BeforeValidator(parse_size)]

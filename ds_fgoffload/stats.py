@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 SUMMED = (
     "saved_bytes",
@@ -17,6 +17,8 @@ SUMMED = (
     "late_reloads",
     "copying_out_ms",
     "copying_in_ms",
+    "timed_out_bytes",
+    "timed_in_bytes",
     "stalled_ms",
     "recomputations",
     "recompute_ms",
@@ -50,9 +52,13 @@ class UnitStats:
     late_reloads: int = 0
     """Reloads that were begun only when backward already needed the storage."""
     copying_out_ms: float = 0.0
-    """Time on the device that the copies to the host took; counted when the round is over, as the next two are."""
+    """Time on the device that the copies to the host took; counted when the round is over, as the next four are."""
     copying_in_ms: float = 0.0
     """Time that the copies back took."""
+    timed_out_bytes: int = 0
+    """Bytes of the copies to the host whose time is counted; on a device without streams none is."""
+    timed_in_bytes: int = 0
+    """Bytes of the copies back whose time is counted."""
     stalled_ms: float = 0.0
     """Time for which compute waited for copies."""
     skipped: Counter[str] = field(default_factory=Counter)
@@ -73,6 +79,52 @@ class UnitStats:
     """Calls of ``deepspeed.checkpointing`` in the unit's first micro-batch: no hook sees what they keep."""
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What the present plan is expected to do in a round."""
+
+    copied_bytes: int
+    saved_bytes: int
+    """Of these ``copied_bytes`` are copied."""
+    stalled_ms: float
+    """Time for which compute will wait for copies."""
+    length_ms: float
+    """Of the round that was planned from, without such waits."""
+    peak_bytes: int | None = None
+    """Highest device memory; None: memory was not asked for, since the plan copies everything anyway."""
+    peak_without_bytes: int | None = None
+    """The same without offloading."""
+
+
+@dataclass
+class ReadDelay:
+    """The host reads the device in every round, somewhere; it waits for copies to the host that are queued before."""
+
+    after_unit: str | None
+    """The unit that was called, or saved something, last before it; None: there is none."""
+    before_unit: str | None
+    """The unit that is next; the same as ``after_unit`` if it is read within a call."""
+    rounds: int = 0
+    """Rounds of which it is clear how long the read waited."""
+    waited_ms: float = 0.0
+    """Time for which copies kept it waiting, in all of these."""
+    last_waited_ms: float = 0.0
+    """In the last of these."""
+
+
+@dataclass
+class RoundStats:
+    """What the device's times tell of the rounds of an attachment; empty on a device without streams."""
+
+    planned: Planned | None = None
+    """None: nothing is planned yet, or the user has set windows."""
+    reads: list[ReadDelay] = field(default_factory=list)
+
+    def copy(self) -> RoundStats:
+        """A snapshot."""
+        return RoundStats(self.planned, [replace(read) for read in self.reads])
+
+
 @dataclass
 class OffloadStats:
     """Cumulative counts of one attachment on this rank, as in :class:`UnitStats`: bytes, unless the name says else."""
@@ -87,12 +139,15 @@ class OffloadStats:
     late_reloads: int = 0
     copying_out_ms: float = 0.0
     copying_in_ms: float = 0.0
+    timed_out_bytes: int = 0
+    timed_in_bytes: int = 0
     stalled_ms: float = 0.0
     recomputations: int = 0
     recompute_ms: float = 0.0
     live_host_bytes: int = 0
     """Bytes on lease from the host pool at this moment, for graphs that are still alive."""
     skipped: Counter[str] = field(default_factory=Counter)
+    rounds: RoundStats = field(default_factory=RoundStats)
     units: dict[str, UnitStats] = field(default_factory=dict)
     """By the unit's name in ``named_modules()``; a unit that was never called is there with zeros."""
 
@@ -102,9 +157,16 @@ def shown(unit: str) -> str:
     return unit or "(whole model)"
 
 
-def total(units: Mapping[str, UnitStats], live_host_bytes: int) -> OffloadStats:
+def rate_gb_s(size_bytes: float, took_ms: float) -> float | None:
+    """GB/s; None if no time was taken."""
+    return size_bytes / took_ms / 1e6 if took_ms else None
+
+
+def total(units: Mapping[str, UnitStats], live_host_bytes: int, rounds: RoundStats | None = None) -> OffloadStats:
     """A snapshot of ``units`` with their sums; later counting does not change it."""
     stats = OffloadStats(live_host_bytes=live_host_bytes)
+    if rounds is not None:
+        stats.rounds = rounds.copy()
     for name, unit in units.items():
         copy = UnitStats(**{f.name: getattr(unit, f.name) for f in fields(UnitStats)})
         copy.skipped = Counter(unit.skipped)

@@ -166,7 +166,7 @@ class AcceleratorStreams:
         self._current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
         self._by_handle: dict[int, Any] = {}
         self._count = 0
-        self._count_lock = threading.Lock()
+        self._count_lock = threading.RLock()  # the collector may come in between, and what it ends puts fences too
 
     def compute(self) -> Any:
         if self._current_handle is None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ds_fgoffload.pool import Lease
-from ds_fgoffload.recorder import Direction, Recorder
+from ds_fgoffload.recorder import Recorder
+from ds_fgoffload.round_times import Direction
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Fence, Streams, make_streams
 
@@ -103,6 +104,10 @@ class Transfer:
         """After this reloaded memory that nobody used on ``compute`` may be dropped, into ``compute``'s pool."""
         self._streams.wait(compute, copied_in)
 
+    def death(self) -> Fence | None:
+        """Marks on the device when something dies; None if nobody wants to know."""
+        return None if self.recorder is None else self.recorder.death(self._last_compute)
+
     def _all_wait(self, copied_out: Fence | None) -> None:
         for compute in tuple(self._computes):  # a finalizer may come in between
             self._streams.wait(compute, copied_out)
@@ -110,7 +115,7 @@ class Transfer:
     def _copied(self, direction: Direction, lease: Lease, ready: Fence | None, stats: UnitStats) -> Fence | None:
         end = self._streams.fence(self._streams.d2h if direction is Direction.OUT else self._streams.h2d)
         if self.recorder is not None and ready is not None and end is not None:
-            self.recorder.copied(direction, lease.size_bytes, ready, end, stats)
+            self.recorder.copied(direction, lease, ready, end, stats)
         return end
 
     def _waits(self, copied: Fence | None, stats: UnitStats) -> None:

@@ -16,6 +16,8 @@ from deepspeed.utils import logger
 from ds_fgoffload.plan import Points
 from ds_fgoffload.planner import Forecast, Wish, plan_round
 from ds_fgoffload.recorder import Recorded, Recorder
+from ds_fgoffload.simulation import Recording
+from ds_fgoffload.stats import Planned
 
 LAST_ROUNDS = 3
 """Rounds among which the one of middling length is looked for."""
@@ -74,7 +76,7 @@ class Tuner:
 
     def end(self) -> None:
         """No more rounds will be recorded."""
-        self._recorder.measure(measure=False)
+        self._recorder.end()
 
     def look(self) -> None:
         """Reads what the device has passed since."""
@@ -130,6 +132,7 @@ class Tuner:
             room_bytes = int(ROOM * self._recorder.total_bytes()) - recorded.peak_between_bytes
             wish = replace(wish, room_bytes=room_bytes)
         self.forecast = plan_round(recorded.recording, wish, caution=self._caution)
+        self._recorder.rounds.planned = _planned(self.forecast, recorded.recording)
         self._guessed = recorded.recording.guessed
         self._length_ms = max(recorded.recording.length_ms, 1e-3)
         self._last.clear()
@@ -150,3 +153,15 @@ class Tuner:
         assert self.forecast is not None
         copied = self.forecast.copied_bytes / 2**30
         return f"{copied:.2f} GiB copied in {self._length_ms:.1f} ms, {self.forecast.stalled_ms:.1f} ms waited"
+
+
+def _planned(forecast: Forecast, recording: Recording) -> Planned:
+    without_bytes = recording.peak_bytes or None
+    return Planned(
+        forecast.copied_bytes,
+        saved_bytes=sum(passed.size_bytes for passed in recording.passed),
+        stalled_ms=forecast.stalled_ms,
+        length_ms=recording.length_ms,
+        peak_bytes=None if without_bytes is None else forecast.peak_bytes,
+        peak_without_bytes=without_bytes,
+    )

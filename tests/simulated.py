@@ -27,6 +27,13 @@ from ds_fgoffload.transfer import Transfer
 HOST_MS_PER_CALL = 0.01
 
 
+class Event(float):
+    """When it is reached, in ms."""
+
+    def synchronize(self) -> None:
+        """For the host pool, which waits for the last uses of what it gives back: the copies are made at once."""
+
+
 class SimulatedStreams:
     """``link_bytes_per_ms`` in either direction."""
 
@@ -70,7 +77,7 @@ class SimulatedStreams:
 
     def fence(self, stream: str) -> Fence:
         self.fences += 1
-        return Fence(stream, self.fences, self.clocks_ms[stream])
+        return Fence(stream, self.fences, Event(self.clocks_ms[stream]))
 
     def wait(self, stream: str, fence: Fence | None) -> None:
         assert fence is not None

@@ -15,16 +15,16 @@ LAYERS = {
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
     "commands commands.inspect commands.inspect_view commands.doctor commands.top",
-    6: "report step_log page chrome_trace checkpoints adapters adapters.plain adapters.zero adapters.pipeline",
+    6: "report step_log step_file page chrome_trace checkpoints "
+    "adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks watcher",
     4: "offloader open_calls packing recompute",
     3: "scope",
     2: "saved parcel remade recomputed_unit",
-    1: "selection eligibility transfer recorder tuner recompute_cost conditions arguments "
+    1: "selection eligibility transfer recorder step_times tuner told recompute_cost conditions arguments "
     "pool pool_user pool_stats stock books lease supply budget ledger region pinning",
-    0: "compiled purity schedule order plan planner simulation reads config sizes layout stats streams cuda_reads "
-    "errors "
-    "arena host_limit ledger_file keeper names messages families aliases inventory recording",
+    0: "compiled purity schedule order plan planner simulation reads round_times config sizes layout stats streams "
+    "cuda_reads errors arena host_limit ledger_file keeper names messages families aliases inventory recording",
 }
 BESIDE = {
     "run": {"api", "script"},
@@ -37,13 +37,15 @@ BESIDE = {
     "saved": {"parcel"},
     "transfer": {"pool", "recorder"},
     "tuner": {"recorder"},
+    "recorder": {"lease", "step_times"},
+    "round_times": {"plan", "recording", "stats", "streams"},
     "packing": {"offloader", "recompute"},
     "open_calls": {"offloader", "recompute"},
     "remade": {"parcel", "saved"},
     "recomputed_unit": {"remade", "saved"},
     "planner": {"plan", "simulation"},
     "simulation": {"plan"},
-    "reads": {"plan"},
+    "reads": {"plan", "stats"},
     "pool": {"budget", "keeper", "lease", "ledger", "pool_stats", "pool_user", "region", "stock", "supply"},
     "pool_user": {"budget", "lease", "pool_stats"},
     "pool_stats": {"lease"},

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from ds_fgoffload.pool import HostPoolStats
-from ds_fgoffload.report import RankCounts, human, render, shown
-from ds_fgoffload.stats import OffloadStats, UnitStats, total
+from ds_fgoffload.report import RankCounts, render
+from ds_fgoffload.sizes import human
+from ds_fgoffload.stats import OffloadStats, Planned, ReadDelay, RoundStats, UnitStats, shown, total
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 POOL = HostPoolStats(
@@ -203,3 +204,74 @@ def test_counts_survive_json() -> None:
     assert found["units"]["a"]["held_bytes"] == MIB
     assert found["pool_peak_leased_bytes"] == 12 * MIB
     assert found["pool_limit_bytes"] == 4 * GIB
+
+
+TIMED = UnitStats(
+    calls=2,
+    saved_bytes=4 * MIB,
+    offloaded_bytes=4 * MIB,
+    reloaded_bytes=4 * MIB,
+    copying_out_ms=0.1,
+    copying_in_ms=0.2,
+    timed_out_bytes=4 * 10**6,
+    timed_in_bytes=3 * 10**6,
+    stalled_ms=1.26,
+)
+
+
+def test_times_have_columns_where_any_are_known() -> None:
+    text = render([counts(0, **{"layers.0.mlp": TIMED, "layers.1.mlp": TIMED, "head": BUSY})])
+    assert [row[-4:] for row in table(text)] == [
+        ["late", "stalled", "GB/s out", "GB/s in"],
+        ["-", "2.5 ms", "40.0", "15.0"],
+        ["5", "-", "-", "-"],
+        ["5", "2.5 ms", "40.0", "15.0"],
+    ]
+
+
+def told(rounds: RoundStats) -> list[str]:
+    return remarks(render([RankCounts(3, total({}, 0, rounds), POOL)]))[1:]
+
+
+def test_the_plan_is_told() -> None:
+    planned = Planned(3 * GIB, 7 * GIB, 1.25, 340.04, peak_bytes=20 * GIB, peak_without_bytes=22 * GIB)
+    said = "rank 3: planned: 3.0 GiB of 7.0 GiB a round are copied, "
+    assert told(RoundStats(planned)) == [said + "the peak falls by 2.0 GiB to 20.0 GiB, compute waits 1.2 of 340.0 ms"]
+    everything = replace(planned, peak_bytes=None, peak_without_bytes=None)
+    assert told(RoundStats(everything)) == [said + "compute waits 1.2 of 340.0 ms"]
+    assert told(RoundStats()) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "where"),
+    [
+        ("layers.0.gate", "layers.0.experts", "between layers.0.gate and layers.0.experts"),
+        ("layers.0.moe", "layers.0.moe", "within layers.0.moe"),
+        (None, "embed", "before embed"),
+        ("head", None, "after head"),
+        ("", "", "within (whole model)"),
+    ],
+)
+def test_where_the_device_is_read(after: str | None, before: str | None, where: str) -> None:
+    read = ReadDelay(after, before, rounds=4, waited_ms=10.0, last_waited_ms=0.2)
+    said = f"rank 3: the device was read {where}: copies kept it waiting "
+    assert told(RoundStats(reads=[read])) == [said + "2.5 ms a round, 0.2 ms in the last that was looked at"]
+
+
+def test_reads_of_each_layer_are_one_line() -> None:
+    reads = [ReadDelay(f"layers.{n}.gate", f"layers.{n}.mlp", 2, 4.0, 1.0) for n in range(4)]
+    reads += [ReadDelay(f"layers.{n}", f"layers.{n + 1}") for n in range(3)]
+    assert told(RoundStats(reads=reads)) == [
+        "rank 3: the device was read between layers.{0..3}.gate and layers.{0..3}.mlp: copies kept it waiting "
+        "8.0 ms a round, 4.0 ms in the last that was looked at",
+        "rank 3: the device was read between layers.{0..2} and layers.{1..3}: how long copies kept it waiting is not "
+        "clear yet",
+    ]
+
+
+def test_times_survive_json() -> None:
+    rounds = RoundStats(Planned(1, 2, 0.5, 3.0), [ReadDelay("a", None, 1, 2.0, 2.0)])
+    found = json.loads(json.dumps(RankCounts(0, total({"a": TIMED}, 0, rounds), POOL).as_dict()))
+    assert found["rounds"]["planned"]["copied_bytes"] == 1
+    assert found["rounds"]["reads"][0]["waited_ms"] == 2.0
+    assert found["units"]["a"]["stalled_ms"] == 1.26

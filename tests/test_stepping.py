@@ -195,6 +195,8 @@ def test_training_with_accelerate(stage: int, monkeypatch: pytest.MonkeyPatch) -
             "zero_optimization": {"stage": stage},
             **section,
         }
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()  # of another test in this process that had no engine
         plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
         accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
         torch.manual_seed(0)

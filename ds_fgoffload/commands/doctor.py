@@ -23,7 +23,7 @@ from rich.text import Text
 from ds_fgoffload.host_limit import cgroup_rooms, local_ranks, memlock_bytes, pin_remedy, room
 from ds_fgoffload.pinning import allocate_pinned
 from ds_fgoffload.region import Region
-from ds_fgoffload.report import human
+from ds_fgoffload.sizes import human
 from ds_fgoffload.streams import Streams, accelerator_device, make_streams
 
 _GIB = 1 << 30

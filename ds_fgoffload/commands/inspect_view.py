@@ -19,8 +19,8 @@ from ds_fgoffload.config import SECTION
 from ds_fgoffload.errors import OffloadConfigError
 from ds_fgoffload.inventory import Inventory, StorageRecord, producers
 from ds_fgoffload.names import families
-from ds_fgoffload.report import human
 from ds_fgoffload.selection import select
+from ds_fgoffload.sizes import human
 from ds_fgoffload.suggest import Candidate, Suggestion, candidates, suggest
 
 _MOST_PATTERNS = 12

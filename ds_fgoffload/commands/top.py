@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_fgoffload.ledger import NodeEntry, read_node
-from ds_fgoffload.report import human
+from ds_fgoffload.sizes import human
 
 _BAR = 20
 
