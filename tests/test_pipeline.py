@@ -462,13 +462,17 @@ def jobs(cases: Iterable[Case], *ways: tuple[bool, ...]) -> dict[str, tuple[Any,
 DIAGONALS = {2: [*diagonal(MATRICES[2][0]), *diagonal(MATRICES[2][1])], 4: diagonal(MATRICES[4][0])[::2]}
 DEFAULT_JOBS = {ranks: jobs(DIAGONALS[ranks]) | jobs(VARIANTS[ranks], (True,)) for ranks in (2, 4)}
 DEFAULT_JOBS[2] |= OTHERS
-FULL_JOBS = {ranks: jobs(case for cases in MATRICES[ranks] for case in cases) for ranks in (2, 4)}
+FULL_JOBS = {
+    ranks: jobs((*(case for cases in MATRICES[ranks] for case in cases), *VARIANTS[ranks])) for ranks in (2, 4)
+}
 
 
 @cache
 def outcomes(ranks: int, *, full: bool = False) -> dict[str, Outcome]:
     """All cases of a number of ranks share their processes."""
-    return run_cases(run_case, (FULL_JOBS if full else DEFAULT_JOBS)[ranks], ranks=ranks)
+    if full:
+        return run_cases(run_case, FULL_JOBS[ranks], ranks=ranks, timeout_s=900)
+    return run_cases(run_case, DEFAULT_JOBS[ranks], ranks=ranks)
 
 
 @pytest.mark.ranks
@@ -484,6 +488,8 @@ def test_on_four_ranks(name: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in FULL_JOBS.items() for name in names])
 def test_every_cell_of_the_matrix(ranks: int, name: str) -> None:
     outcomes(ranks, full=True)[name].check()
