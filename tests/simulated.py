@@ -182,8 +182,11 @@ class Training:
         plan: Plan | None = None,
         reads: bool = False,
         total_bytes: int = 1 << 40,
+        stages: int = 1,
+        micro_batches: int = 1,
     ) -> None:
         self.streams = SimulatedStreams(link_bytes_per_ms, total_bytes)
+        self.stages, self.micro_batches = stages, micro_batches
         self.layer_bytes = layer_bytes
         self.model = nn.Sequential(*(Layer(self.streams, layer_ms, reads=reads) for _ in range(layers)))
         units = {name: module for name, module in self.model.named_modules() if name}
@@ -201,13 +204,19 @@ class Training:
         self.hooks = ModuleHooks(self.model, units, self.offloader)
 
     def step(self) -> torch.Tensor:
-        """One micro-batch; returns the gradient of its input."""
-        x = torch.linspace(0.9, 1.1, self.layer_bytes // 4).requires_grad_()
-        self.streams.work(0.1, x)
-        self.model(x).sum().backward()
+        """A step of the first of ``stages`` pipeline stages, or one micro-batch; the sum of the inputs' gradients."""
+        inputs: list[torch.Tensor] = []
+        losses: list[torch.Tensor] = []
+        for number in range(self.micro_batches + self.stages - 1):
+            if number < self.micro_batches:
+                x = torch.linspace(0.9, 1.1, self.layer_bytes // 4).requires_grad_()
+                self.streams.work(0.1, x)
+                inputs.append(x)
+                losses.append(self.model(x).sum())
+            if number >= self.stages - 1:
+                losses.pop(0).backward()
         self.streams.read()
-        assert x.grad is not None
-        return x.grad
+        return sum((x.grad for x in inputs if x.grad is not None), torch.zeros(self.layer_bytes // 4))
 
     def steady(self, rounds: int = 12) -> Steady:
         """Trains until plans are made, then one step more, and tells of that."""

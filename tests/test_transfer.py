@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ds_fgoffload import planner, tuner
 from ds_fgoffload import transfer as transfer_module
 from ds_fgoffload.parcel import Parcel, State
 from ds_fgoffload.pool import Lease
@@ -44,6 +45,20 @@ def test_random_programs_do_all_that_there_is_to_do():
         "late_reloads",
     ):
         assert sum(getattr(s, count) for s in stats) > 0, count
+
+
+def test_plans_are_made_of_what_random_programs_repeat(monkeypatch):
+    forecasts = []
+
+    def plan_round(*arguments, **more):
+        forecasts.append(planner.plan_round(*arguments, **more))
+        return forecasts[-1]
+
+    monkeypatch.setattr(tuner, "plan_round", plan_round)
+    for seed in range(40):
+        run_seed(seed)
+    assert sum(bool(forecast.points.release) for forecast in forecasts) > 5
+    assert sum(bool(forecast.points.kept) for forecast in forecasts) > 5
 
 
 def caught_by(transfer_class):

@@ -145,3 +145,16 @@ def test_a_plan_that_has_proved_right_is_looked_at_now_and_then():
     assert max(marks) >= min(marks) + 8 * 3  # of each layer: its call, its save, its end
     # The rounds in which no moment is marked tell of their waits all the same, one round later.
     assert training.offloader.stats().stalled_ms - told_ms == pytest.approx(training.streams.waited_ms - waited_ms)
+
+
+PIPELINE = {"stages": 3, "micro_batches": 6, "layers": 6}
+
+
+@pytest.mark.parametrize("link_bytes_per_ms", [20000, 5000])
+def test_a_pipeline_stage_is_planned_over_all_its_micro_batches(link_bytes_per_ms):
+    without = plain(**PIPELINE)
+    found = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, **PIPELINE).steady()
+    # Three micro-batches are in flight, of six layers each; two of them wait for their backward.
+    assert without.peak_bytes - found.peak_bytes >= 8 * LAYER_BYTES
+    assert (found.waited_ms, found.late_reloads) == (0, 0)
+    assert torch.equal(found.gradient, without.gradient)
