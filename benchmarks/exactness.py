@@ -2,6 +2,7 @@
 
 {plain module, ZeRO 0, 1, 2, 3} x {fp32, bf16} x {gradient accumulation 1, 3}, on as many GPUs as the launcher gives:
 ``python -m benchmarks.exactness`` on one, ``python -m deepspeed.launcher.runner --module benchmarks.exactness`` on all.
+With ``--recompute PATTERN ...`` those modules are recomputed as well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from benchmarks.decoder import Decoder, DecoderShape
 from benchmarks.measure import save
 
 SHAPE = DecoderShape(hidden=512, intermediate=1536, layers=4, heads=8, key_value_heads=4, vocabulary=1024)
-SECTION = {"modules": ["layers.*.mlp", "layers.*.self_attn"], "min_tensor_bytes": 1024}
+SECTION: dict[str, Any] = {
+    "modules": ["layers.*.mlp", "layers.*.self_attn"],
+    "recompute": [],
+    "min_tensor_bytes": 1024,
+}
 STEPS = 2
 
 
@@ -68,6 +73,8 @@ def run(stage: int | None, dtype: torch.dtype, accumulation: int, *, offload: bo
     if attachment is not None:
         stats = attachment.stats()
         counts = {"offloaded": stats.offloaded_bytes, "reloaded": stats.reloaded_bytes, "live": stats.live_host_bytes}
+        if SECTION["recompute"]:
+            counts |= {"recomputed": stats.recomputed_bytes, "recomputations": stats.recomputations}
         attachment.detach()
     if stage is not None:
         engine.destroy()
@@ -78,7 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     parser.add_argument("--stages", nargs="+", default=["plain", "0", "1", "2", "3"])
+    parser.add_argument("--recompute", nargs="+", default=[], help='patterns, such as "*norm" "*.act_fn"')
     arguments = parser.parse_args()
+    SECTION["recompute"] = arguments.recompute
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", "29512")
@@ -112,7 +121,8 @@ def main() -> None:
     dist.all_gather_object(everyone, rows)
     if dist.get_rank() == 0:
         bad = [r for rows in everyone for r in rows if not all(r["equal"].values()) or r["live"] or not r["reloaded"]]
-        save(f"exactness_{dist.get_world_size()}gpu", {"ranks": everyone, "unequal": bad})
+        suffix = "_recompute" if arguments.recompute else ""
+        save(f"exactness_{dist.get_world_size()}gpu{suffix}", {"ranks": everyone, "unequal": bad})
         print(f"{sum(map(len, everyone))} combinations, {len(bad)} unequal")
 
 

@@ -156,7 +156,7 @@ class ModuleHooks:
         self._tell_what_is_only_recomputed()
         if torch.is_grad_enabled() and not packing.in_backward():
             self._offloader.begin_micro_batch()
-            if self._recomputer is not None and self._recomputer.is_needed and packing.hooks_allowed():
+            if self._recomputer is not None and self._recomputer.is_needed and self._takes_what_is_saved():
                 self._enter_root(self._recomputer)
 
     def _end_micro_batch(self, _root: nn.Module, _arguments: object, output: object) -> None:
@@ -236,15 +236,14 @@ class ModuleHooks:
     def _is_to_recompute(self) -> bool:
         """Not inside another such unit, nor where somebody else, such as a checkpoint, takes what is saved."""
         assert self._recomputer is not None
-        if (
-            not torch.is_grad_enabled()
-            or packing.in_backward()
-            or not packing.hooks_allowed()
-            or self._recomputer.is_running
-        ):
+        if not torch.is_grad_enabled() or packing.in_backward() or self._recomputer.is_running:
             return False
+        return not self._open_calls.is_recomputed() and self._takes_what_is_saved()
+
+    def _takes_what_is_saved(self) -> bool:
+        """False where somebody else has put hooks around: a checkpoint counts what it sees, now and in backward."""
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
-        return not self._open_calls.is_recomputed() and (top is None or top[1] in self._ours)
+        return packing.hooks_allowed() and (top is None or top[1] in self._ours)
 
     def _leave_recomputed(
         self, unit: RecomputedUnit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object

@@ -219,6 +219,6 @@ def _faults_of_recomputation(all_stats: Sequence[UnitStats]) -> list[str]:
     if refusal:
         return [f" is not recomputed: {refusal}"]
     if any(stats.recompute and stats.calls and not stats.recomputations for stats in all_stats):
-        why = "it lies in a checkpoint or in another unit under recompute, or backward needs nothing that it gives"
-        return [f" was never recomputed: {why}"]
+        why = "it lies in another unit under recompute, or backward needs nothing that it gives"
+        return [f" was never recomputed: somebody else (a checkpoint, say) takes what it saves, {why}"]
     return []

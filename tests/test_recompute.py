@@ -504,6 +504,27 @@ def test_units_inside_a_checkpoint_leave_it_to_the_checkpoint(reentrant, section
     assert (made_again > 0) == (section == {"modules": CHEAP} and not reentrant)
 
 
+@pytest.mark.parametrize("around", ["reentrant", "non-reentrant", "save_on_cpu"])
+def test_somebody_elses_hooks_around_the_whole_model(around):
+    def loss_of(model, step):
+        x = data(step).requires_grad_()
+        if around != "save_on_cpu":
+            return checkpoint(model, x, use_reentrant=around == "reentrant").square().sum()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(0), t)[1], lambda t: t):
+            return model(x).square().sum()
+
+    def run(model):
+        seen.clear()
+        losses = train(model, loss_of=loss_of)
+        counts.append(len(seen))
+        return losses
+
+    seen, counts = [], []
+    attachment = compare(blocks(), run)
+    assert set(recomputations(attachment).values()) == {0}
+    assert counts[0] == counts[1], "they do not see all that they did"
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_inside_a_unit(reentrant):
     class Region(nn.Module):
@@ -1092,3 +1113,27 @@ def test_a_backward_on_another_stream():
     assert sorted(streams.events[4:]) == sorted([used, dropped, dropped])
     assert streams.events.index(dropped, 4) > 3
     assert streams.events[-1] == dropped
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("section", [{}, {"modules": ["*"]}])
+def test_on_a_device_without_waiting_for_it(section):
+    """The generator of the device, too; and after the trial nothing blocks the host."""
+    model = blocks().cuda()
+    plain = deepcopy(model)
+    attachment = ds_fgoffload.attach(model, {"recompute": CHEAP, "min_tensor_bytes": 0, **section})
+    for step in range(4):
+        losses = []
+        for one in (plain, model):
+            x = data(step, (64, WIDTH)).cuda()
+            torch.cuda.manual_seed(step)
+            torch.cuda.set_sync_debug_mode("error" if step and one is model else "default")
+            loss = one(x).square().sum()
+            loss.backward()
+            torch.cuda.set_sync_debug_mode("default")
+            losses.append(loss.detach())
+        assert_same(losses[:1] + grads_of(plain), losses[1:] + grads_of(model))
+    assert refused(attachment) == {}
+    assert set(recomputations(attachment).values()) - {0} == {4}
+    assert attachment.stats().recompute_ms > 0

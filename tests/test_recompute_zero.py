@@ -69,7 +69,9 @@ ZERO = {
     "all partitioned": {"stage3_param_persistence_threshold": 0},
     "small ones kept": {},
     "plain linear": {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False},
-    "leaf modules": {"stage3_param_persistence_threshold": 0},
+    "leaf mlps": {"stage3_param_persistence_threshold": 0},
+    "leaf layers": {"stage3_param_persistence_threshold": 0},
+    "first norm frozen": {"stage3_param_persistence_threshold": 0},
 }
 
 
@@ -80,8 +82,9 @@ def micro_batch(number: int) -> Tensor:
 def train(stage: int, bf16: bool, zero: str, section: dict[str, Any] | None) -> tuple[list[Tensor], Any]:
     torch.manual_seed(0)
     model = nn.Sequential(Layer(), Layer())
-    if zero == "leaf modules":
-        set_z3_leaf_modules(model, [Mlp])
+    if zero.startswith("leaf"):
+        set_z3_leaf_modules(model, [Mlp if zero == "leaf mlps" else Layer])
+    model[0].norm.requires_grad_(zero != "first norm frozen")  # it has no backward then, but is made again
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -96,20 +99,23 @@ def train(stage: int, bf16: bool, zero: str, section: dict[str, Any] | None) -> 
     found: list[Tensor] = []
     dtype = torch.bfloat16 if bf16 else torch.float32
     for number in range(STEPS * ACCUMULATION):
-        loss = engine(micro_batch(number).to(dtype)).float().square().mean()
+        # DeepSpeed frees a leaf module's parameters too early if its input needs no gradient.
+        inputs = micro_batch(number).to(dtype).requires_grad_(zero == "leaf layers")
+        loss = engine(inputs).float().square().mean()
         engine.backward(loss)
         found.append(loss.detach())
+        parameters = [p for p in model.parameters() if hasattr(p, "ds_id")]
+        assert not any(-1 in p.ds_active_sub_modules for p in parameters)
+        if stage == 3 and "stage3_param_persistence_threshold" in ZERO[zero]:
+            assert all(p.numel() == 0 for p in parameters), "a parameter was left gathered"
         if engine.is_gradient_accumulation_boundary():
-            found += [safe_get_full_grad(p).clone() for p in model.parameters()]
+            found += [safe_get_full_grad(p).clone() for p in model.parameters() if p.requires_grad]
         engine.step()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         found += [p.detach().clone() for p in model.parameters()]
     found.append(torch.get_rng_state())
     offload = ds_fgoffload.get(engine)
     stats = None if offload is None else offload.stats()
-    if stage == 3 and zero != "small ones kept":
-        assert all(p.numel() == 0 for p in model.parameters()), "a parameter was left gathered"
-    assert not any(-1 in p.ds_active_sub_modules for p in model.parameters() if hasattr(p, "ds_id"))
     engine.destroy()
     return found, stats
 
@@ -173,8 +179,10 @@ PIPELINES = {"pipeline-bf16": (True, 0), "pipeline-checkpointed": (False, 1)}
 DIAGONAL = {
     "zero1-bf16-cheap-small ones kept",
     "zero2-fp32-layers-small ones kept",
-    "zero3-fp32-mlp-leaf modules",
+    "zero3-fp32-mlp-leaf mlps",
     "zero3-bf16-cheap-all partitioned",
+    "zero3-fp32-cheap-leaf layers",
+    "zero3-fp32-cheap-first norm frozen",
     "zero3-bf16-layers-plain linear",
 }
 

@@ -83,8 +83,8 @@ def test_what_was_recomputed_has_a_column_where_there_is_any() -> None:
 def test_a_unit_that_was_not_recomputed_is_named() -> None:
     text = render([counts(0, a=UnitStats(calls=1, recompute=True), b=UnitStats(recompute_refused="it draws lots"))])
     assert remarks(text)[1:3] == [
-        "unit a was never recomputed: it lies in a checkpoint or in another unit under recompute, or backward needs "
-        "nothing that it gives",
+        "unit a was never recomputed: somebody else (a checkpoint, say) takes what it saves, it lies in another unit "
+        "under recompute, or backward needs nothing that it gives",
         "unit b is not recomputed: it draws lots",
     ]
 

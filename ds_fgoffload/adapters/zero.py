@@ -91,16 +91,16 @@ _RUNNING_AGAIN = -1
 def _gathered(module: nn.Module, partitioning: Any) -> Iterator[None]:
     """Does for ``module`` what DeepSpeed's hooks do around its call, as they do for the modules below it.
 
-    At the end of a module's forward they free its parameters, whoever else is using them: here a module below may be in
-    the middle of its own backward. So what is there is marked as in use.
+    At the end of a module's forward they free its parameters, whoever else is using them: here ``module``, or one
+    below, may be in the middle of its own backward. So what is there is marked as in use.
     """
+    own = list(parameter_offload.iter_params(module, recurse=parameter_offload.z3_leaf_module(module)))
+    if own:  # a module inside a "leaf module" is none of DeepSpeed's: the leaf stands for all below it
+        module = getattr(own[0], "ds_z3_leaf_module", module)
     parameters: list[Any] = list(module.parameters())
     there = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.AVAILABLE]
     for parameter in there:
         parameter.ds_active_sub_modules.add(_RUNNING_AGAIN)
-    own = list(parameter_offload.iter_params(module, recurse=parameter_offload.z3_leaf_module(module)))
-    if own:  # a module inside a "leaf module" is none of DeepSpeed's: the leaf stands for all below it
-        module = getattr(own[0], "ds_z3_leaf_module", module)
     # In forward they are there. In backward whether they are may change from step to step, which must not change what
     # DeepSpeed records as the order of the modules.
     in_backward = torch._C._current_graph_task_id() != -1
