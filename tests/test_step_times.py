@@ -17,8 +17,11 @@ from ds_fgoffload.plan import Plan
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPool, HostPoolSettings
 from ds_fgoffload.recording import StepRecording
+from ds_fgoffload.round_times import Wait, wait_spans
+from ds_fgoffload.stats import UnitStats
+from ds_fgoffload.streams import Fence
 from ds_fgoffload.transfer import Transfer
-from tests.simulated import Layer, SimulatedStreams, Training
+from tests.simulated import Event, Layer, SimulatedStreams, Training
 
 LAYER_BYTES = 4000
 LAYERS = 8
@@ -119,6 +122,25 @@ def test_what_is_dropped_without_backward_is_freed_and_does_not_come_back() -> N
     assert [storage.h2d for storage in step.storages] == [None] * LAYERS
     assert all(storage.freed_ms < step.step_ms - 4 for storage in step.storages)
     assert not any(call.backward for call in step.calls)
+
+
+def test_a_round_in_which_nothing_happens_is_no_step() -> None:
+    training = Training(wish=EVERYTHING)
+    seen: list[StepRecording] = []
+    training.offloader._transfer.recorder.show(seen.append)
+    training.offloader.begin_micro_batch()
+    for _ in range(3):
+        training.step()
+    (step,) = seen
+    assert len(step.storages) == LAYERS
+    assert step.calls[0].start_ms < 0.2  # counted from where the step with something in it began
+
+
+def test_waits_that_begin_together_are_one_after_the_other() -> None:
+    at_ms = [Fence("compute", n, Event(ms)) for n, ms in enumerate((1.0, 3.0, 4.0, 2.0))]
+    begin, *ends = at_ms
+    waits = [Wait(1, begin, end, UnitStats(), at_death=False) for end in ends]
+    assert wait_spans(waits, lambda fence: float(fence.event)) == [(1.0, 3.0), (3.0, 4.0), (4.0, 4.0)]
 
 
 def test_rounds_that_nobody_wants_to_see_keep_nothing_for_it() -> None:
