@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -15,7 +16,7 @@ import torch
 
 import ds_fgoffload
 from benchmarks.decoder import Decoder, DecoderShape
-from benchmarks.measure import GIB, Steps, copy_rates, run_steps, save, summary
+from benchmarks.measure import GIB, Steps, copy_rates, engine_step, run_steps, save, summary
 
 
 def main() -> None:
@@ -45,14 +46,7 @@ def main() -> None:
         },
     )
     tokens = torch.randint(0, 32000, (arguments.batch, arguments.length), device="cuda")
-
-    def step() -> torch.Tensor:
-        loss = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        detached: torch.Tensor = loss.detach()
-        return detached
-
+    step = partial(engine_step, engine, tokens)
     section = {"modules": arguments.modules}
     plain: list[Steps] = []
     offloaded: list[Steps] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,27 +84,42 @@ class Layer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
-    """Tokens (batch, length) in, mean cross-entropy of the next token out."""
+class Stack(nn.Module):
+    """Tokens (batch, length) in, mean cross-entropy of the next token out, through ``layers``."""
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: Any, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(shape.hidden)
         self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
+    def rotary(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for the layers."""
+        return rotary_tables(self.shape.hidden // self.shape.heads // 2, length, like)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(tokens)
-        half = self.shape.hidden // self.shape.heads // 2
-        positions = torch.arange(tokens.shape[1], device=x.device)
-        angles = torch.outer(positions, 10000.0 ** (-torch.arange(half, device=x.device) / half))
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = self.rotary(tokens.shape[1], x)
         for layer in self.layers:
             x = layer(x, cos, sin)
         logits = self.lm_head(self.norm(x))[:, :-1]
         return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+
+
+class Decoder(Stack):
+    """Of the layers above."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__(shape, (Layer(shape) for _ in range(shape.layers)))
+
+
+def rotary_tables(half: int, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (length, half of what is rotated of a head) on the device and in the dtype of ``like``."""
+    positions = torch.arange(length, device=like.device)
+    angles = torch.outer(positions, 10000.0 ** (-torch.arange(half, device=like.device) / half))
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.decoder import rotate
+from benchmarks.decoder import Stack, rotary_tables, rotate
 
 MIB = 2**20
 
@@ -313,19 +313,11 @@ class Layer(nn.Module):
         return out
 
 
-class DeepSeek(nn.Module):
-    """Tokens (batch, length) in, mean cross-entropy of the next token out."""
+class DeepSeek(Stack):
+    """Of the layers above."""
 
     def __init__(self, shape: DeepSeekShape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden)
-        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
+        super().__init__(shape, (Layer(shape) for _ in range(shape.layers)))
 
     def read_counts(self, reads: bool) -> None:
         """Whether every router makes the host wait for the number of tokens per expert."""
@@ -333,18 +325,11 @@ class DeepSeek(nn.Module):
             if isinstance(module, Router):
                 module.reads_counts = reads
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(tokens)
-        cos, sin = rotary_tables(self.shape, tokens.shape[1], x)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        logits = self.lm_head(self.norm(x))[:, :-1]
-        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+    def rotary(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary(self.shape, length, like)
 
 
-def rotary_tables(shape: DeepSeekShape, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines (length, 1, half of the rotary head) on the device and in the dtype of ``like``."""
-    half = shape.rotary_head // 2
-    positions = torch.arange(length, device=like.device)
-    angles = torch.outer(positions, 10000.0 ** (-torch.arange(half, device=like.device) / half)).unsqueeze(1)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+def rotary(shape: DeepSeekShape, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (length, 1, half of the rotary head): heads are the last but one dimension here."""
+    cos, sin = rotary_tables(shape.rotary_head // 2, length, like)
+    return cos.unsqueeze(1), sin.unsqueeze(1)

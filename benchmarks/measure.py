@@ -68,6 +68,15 @@ def time_steps(step: Callable[[], torch.Tensor], repeats: int, until_s: float = 
     return Steps(times, *peaks(), float(loss))
 
 
+def engine_step(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """A step of a DeepSpeed engine whose module returns the loss."""
+    loss = engine(tokens)
+    engine.backward(loss)
+    engine.step()
+    detached: torch.Tensor = loss.detach()
+    return detached
+
+
 def settle() -> None:
     """Waits for the device and gives back what the allocator keeps."""
     if ON_GPU:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ds_fgoffload
-from benchmarks.decoder import DecoderShape, Layer
+from benchmarks.decoder import DecoderShape, Layer, rotary_tables
 from benchmarks.measure import GIB, Stalls, run_steps, save, summary
 
 
@@ -30,9 +30,7 @@ class PipelineLayer(nn.Module):
         self.half = shape.hidden // shape.heads // 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(x.shape[1], device=x.device)
-        angles = torch.outer(positions, 10000.0 ** (-torch.arange(self.half, device=x.device) / self.half))
-        out: torch.Tensor = self.layer(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        out: torch.Tensor = self.layer(x, *rotary_tables(self.half, x.shape[1], x))
         return out
 
 

@@ -75,12 +75,17 @@ def pipeline(figures: dict[str, Any]) -> list[str]:
     for stage, modes in enumerate(figures["stages"]):
         for key, name in names.items():
             mode = modes[key]
-            moved = f"{mode['offloaded_bytes'] / 2**30:.1f}" if "offloaded_bytes" in mode else "-"
-            stalled = f"{mode['stalled_ms']:.1f}" if "stalled_ms" in mode else "-"
+            moved, stalled = moved_and_stalled(mode, mode.get("offloaded_bytes"))
             lines.append(
                 f"| {stage} | {name} | {mode['max_reserved_gib']:.1f} | {mode['max_allocated_gib']:.1f} | {spread(mode)} | {moved} | {stalled} |"
             )
     return lines
+
+
+def moved_and_stalled(mode: dict[str, Any], moved_bytes: int | None) -> tuple[str, str]:
+    """GiB and ms; a dash for what the mode does not tell."""
+    moved = "-" if moved_bytes is None else f"{moved_bytes / GIB:.1f}"
+    return moved, f"{mode['stalled_ms']:.1f}" if "stalled_ms" in mode else "-"
 
 
 def checkpoint_inputs(figures: dict[str, Any]) -> list[str]:
@@ -201,8 +206,7 @@ def two_gpus(figures: dict[str, Any]) -> list[str]:
     ]
     for rank, modes in enumerate(figures["ranks"]):
         for name, mode in modes.items():
-            moved = f"{mode['per_step']['offloaded_bytes'] / 2**30:.1f}" if "per_step" in mode else "-"
-            stalled = f"{mode['stalled_ms']:.1f}" if "stalled_ms" in mode else "-"
+            moved, stalled = moved_and_stalled(mode, mode.get("per_step", {}).get("offloaded_bytes"))
             lines.append(
                 f"| {rank} | {name} | {mode['max_reserved_gib']:.1f} | {mode['freed_share'] or 0:.1%} | {spread(mode)} | {mode['added_time']:+.1%} | {moved} | {stalled} |"
             )

@@ -14,6 +14,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -26,7 +27,7 @@ from torch import nn
 import ds_fgoffload
 from benchmarks import deepseek, settings
 from benchmarks.decoder import Decoder, DecoderShape
-from benchmarks.measure import GIB, ON_GPU, Stalls, run_steps, save, summary
+from benchmarks.measure import GIB, ON_GPU, Stalls, engine_step, run_steps, save, summary
 from benchmarks.pipeline import Head, PipelineLayer, loss_of
 
 COUNTED = ("saved_bytes", "offloaded_bytes", "reloaded_bytes", "used_in_place_bytes", "held_bytes", "late_reloads")
@@ -44,7 +45,7 @@ class PipelineDeepSeekLayer(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x, *deepseek.rotary_tables(self.shape, x.shape[1], x))
+        out: torch.Tensor = self.layer(x, *deepseek.rotary(self.shape, x.shape[1], x))
         return out
 
 
@@ -140,15 +141,7 @@ def make_step(arguments: argparse.Namespace) -> tuple[Any, Callable[[], torch.Te
     with device:
         model = (deepseek.DeepSeek if arguments.model == "deepseek" else Decoder)(shape).bfloat16()
     engine, *_ = deepspeed.initialize(model=model, config=config)
-
-    def step() -> torch.Tensor:
-        loss = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        detached: torch.Tensor = loss.detach()
-        return detached
-
-    return engine, step
+    return engine, partial(engine_step, engine, tokens)
 
 
 def measure(
