@@ -112,16 +112,15 @@ class ModuleHooks:
         if compile_is_used():
             return ()
         above = dict.fromkeys(module for modules in self._above.values() for module in modules)
-        beside = dict.fromkeys(child for module in above for child in module.children() if child not in above)
-        landmarks = [module for module in beside if module not in set(hooked.values())]
+        others = {*above, *hooked.values()}
+        beside = dict.fromkeys(child for module in above for child in module.children() if child not in others)
         return tuple(
             module.register_forward_pre_hook(ModuleHook(partial(self._pass_by, number)))
-            for number, module in enumerate(landmarks)
+            for number, module in enumerate(beside)
         )
 
     def _pass_by(self, number: int, *_: Any) -> None:
-        again = self._recomputer is not None and self._recomputer.is_running
-        if torch.is_grad_enabled() and not again and not packing.in_backward():
+        if torch.is_grad_enabled() and not self._runs_again() and not packing.in_backward():
             self._offloader.pass_by(number)
 
     def _unhook_compiled(self) -> None:
@@ -170,7 +169,7 @@ class ModuleHooks:
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
         scope = hooks = None
         if torch.is_grad_enabled() and packing.hooks_allowed():
-            again = self._recomputer is not None and self._recomputer.is_running
+            again = self._runs_again()
             if again or packing.in_backward():
                 # A checkpointed region runs again. What it saves is used at once, and a non-reentrant checkpoint
                 # counts the saves that it sees: it must see as many as the first time.
@@ -235,10 +234,13 @@ class ModuleHooks:
 
     def _is_to_recompute(self) -> bool:
         """Not inside another such unit, nor where somebody else, such as a checkpoint, takes what is saved."""
-        assert self._recomputer is not None
-        if not torch.is_grad_enabled() or packing.in_backward() or self._recomputer.is_running:
+        if not torch.is_grad_enabled() or packing.in_backward() or self._runs_again():
             return False
         return not self._open_calls.is_recomputed() and self._takes_what_is_saved()
+
+    def _runs_again(self) -> bool:
+        """Whether a unit under recompute is being made again."""
+        return self._recomputer is not None and self._recomputer.is_running
 
     def _takes_what_is_saved(self) -> bool:
         """False where somebody else has put hooks around: a checkpoint counts what it sees, now and in backward."""

@@ -46,23 +46,25 @@ class OpenCalls(threading.local):
         None: it was never entered, because a hook of someone else raised before.
         """
         while any(call.owner is owner for call in self._stack):
-            call = self._stack.pop()
-            self._close(call)
+            call = self._close_last()
             if call.owner is owner:
                 return call
-            if call.recomputed is not None:
-                call.recomputed.abandon()
+            _abandon(call)
         return None
 
     def close_all(self) -> None:
         while self._stack:
-            call = self._stack.pop()
-            self._close(call)
-            if call.recomputed is not None:
-                call.recomputed.abandon()
+            _abandon(self._close_last())
 
-    def _close(self, call: OpenCall) -> None:
+    def _close_last(self) -> OpenCall:
+        call = self._stack.pop()
         if call.hooks is not None:
             call.hooks.__exit__(None, None, None)
         if call.scope is not None:
             self._offloader.close_scope(call.scope)
+        return call
+
+
+def _abandon(call: OpenCall) -> None:
+    if call.recomputed is not None:
+        call.recomputed.abandon()

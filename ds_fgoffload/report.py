@@ -16,7 +16,7 @@ from ds_fgoffload.eligibility import TOO_SMALL
 from ds_fgoffload.names import families
 from ds_fgoffload.pool import HostPoolStats
 from ds_fgoffload.sizes import human
-from ds_fgoffload.stats import SUMMED, OffloadStats, UnitStats, rate_gb_s, shown
+from ds_fgoffload.stats import OffloadStats, UnitStats, add_up, rate_gb_s, shown
 from ds_fgoffload.told import sentences
 
 _WIDTH = 400  # room for any name; the table takes no more than it needs
@@ -126,8 +126,7 @@ def _families(ranks: Sequence[RankCounts]) -> list[_Family]:
         having = [counts for counts in ranks if any(member in counts.offload.units for member in members)]
         every = [units[m] for units in (counts.offload.units for counts in having) for m in members if m in units]
         stats = UnitStats(calls=sum(unit.calls for unit in every))
-        for key in SUMMED:
-            setattr(stats, key, sum(getattr(unit, key) for unit in every))
+        add_up(stats, every)
         found.append(_Family(shown(name), [counts.rank for counts in having], stats))
     return found
 

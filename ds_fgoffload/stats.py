@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 SUMMED = (
     "saved_bytes",
@@ -168,10 +168,14 @@ def total(units: Mapping[str, UnitStats], live_host_bytes: int, rounds: RoundSta
     if rounds is not None:
         stats.rounds = rounds.copy()
     for name, unit in units.items():
-        copy = UnitStats(**{f.name: getattr(unit, f.name) for f in fields(UnitStats)})
-        copy.skipped = Counter(unit.skipped)
-        stats.units[name] = copy
+        stats.units[name] = replace(unit, skipped=Counter(unit.skipped))
         stats.skipped.update(unit.skipped)
-        for key in SUMMED:
-            setattr(stats, key, getattr(stats, key) + getattr(unit, key))
+    add_up(stats, units.values())
     return stats
+
+
+def add_up(sums: UnitStats | OffloadStats, units: Iterable[UnitStats]) -> None:
+    """Adds the counts of ``units`` that can be summed to those of ``sums``."""
+    for unit in units:
+        for key in SUMMED:
+            setattr(sums, key, getattr(sums, key) + getattr(unit, key))

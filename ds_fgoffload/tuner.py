@@ -18,6 +18,7 @@ from ds_fgoffload.planner import Forecast, Wish, plan_round
 from ds_fgoffload.recorder import Recorded, Recorder
 from ds_fgoffload.simulation import Recording
 from ds_fgoffload.stats import Planned
+from ds_fgoffload.told import plan_told
 
 LAST_ROUNDS = 3
 """Rounds among which the one of middling length is looked for."""
@@ -132,7 +133,7 @@ class Tuner:
             room_bytes = int(ROOM * self._recorder.total_bytes()) - recorded.peak_between_bytes
             wish = replace(wish, room_bytes=room_bytes)
         self.forecast = plan_round(recorded.recording, wish, caution=self._caution)
-        self._recorder.rounds.planned = _planned(self.forecast, recorded.recording)
+        planned = self._recorder.rounds.planned = _planned(self.forecast, recorded.recording)
         self._guessed = recorded.recording.guessed
         self._length_ms = max(recorded.recording.length_ms, 1e-3)
         self._last.clear()
@@ -141,18 +142,13 @@ class Tuner:
         self._not_before = self._rounds + (
             2 ** min(self._plans - PLANS_AT_ONCE, 10) if self._plans > PLANS_AT_ONCE else 0
         )
-        logger.debug(f"fine_grained_offload: planned from round {self._rounds}: {self._told()}")
+        logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_told(planned)}")
 
     def _empty_cache_once(self, recorded: Recorded) -> None:
         """Of what rounds before the plan have left in the allocator's cache, in sizes of their own."""
         if not self._cache_emptied and self.forecast is not None and recorded.points is self.forecast.points:
             self._cache_emptied = True
             self._recorder.empty_cache()
-
-    def _told(self) -> str:
-        assert self.forecast is not None
-        copied = self.forecast.copied_bytes / 2**30
-        return f"{copied:.2f} GiB copied in {self._length_ms:.1f} ms, {self.forecast.stalled_ms:.1f} ms waited"
 
 
 def _planned(forecast: Forecast, recording: Recording) -> Planned:

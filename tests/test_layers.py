@@ -36,7 +36,7 @@ BESIDE = {
     "adapters.pipeline": {"adapters.zero"},
     "saved": {"parcel"},
     "transfer": {"pool", "recorder"},
-    "tuner": {"recorder"},
+    "tuner": {"recorder", "told"},
     "recorder": {"lease", "step_times"},
     "round_times": {"plan", "recording", "stats", "streams"},
     "packing": {"offloader", "recompute"},
