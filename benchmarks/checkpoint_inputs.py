@@ -18,6 +18,7 @@ import ds_fgoffload
 from benchmarks.measure import GIB, Steps, run_steps, save, summary, trl_activation_offloading
 
 SECTION = {"modules": ["model"]}
+MODES = ("plain", "ours", "trl", "deepspeed")
 
 
 def main() -> None:
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
@@ -57,6 +59,7 @@ def main() -> None:
     trl_context.update_model_params(model)
     deepspeed_context = CheckpointHiddenStatesOffload()
     contexts = {"plain": nullcontext(), "ours": nullcontext(), "trl": trl_context, "deepspeed": deepspeed_context}
+    contexts = {name: contexts[name] for name in MODES if name in {"plain", *arguments.modes}}
 
     rounds: dict[str, list[Steps]] = {name: [] for name in contexts}
     figures: dict[str, Any] = {"arguments": vars(arguments), "section": SECTION}
@@ -78,7 +81,7 @@ def main() -> None:
                 figures.setdefault("failed", {})[name] = str(error).split("\n", maxsplit=1)[0]
             if attachment is not None:
                 stats = attachment.stats()
-                figures["ours_stats"] = {k: v for k, v in vars(stats).items() if k not in ("units", "skipped")}
+                figures["ours_stats"] = {k: v for k, v in vars(stats).items() if isinstance(v, int | float)}
                 attachment.detach()
             torch.cuda.empty_cache()
     for name, steps in rounds.items():

@@ -93,7 +93,10 @@ class Recorder:
                 self._round.end = begin
             self._round.peak_bytes = self._streams.peak_allocated_bytes() if self._asks_for_memory() else 0
             self._over.append(self._round)
-        self._round = RoundTimes(points, self.takes_times or bool(viewers), viewers=viewers)
+        if self._measures:
+            self._after_reads = set()  # what was read in one round need not be in the next
+        takes_times = self.takes_times or bool(viewers)
+        self._round = RoundTimes(points, takes_times, after_reads=self._after_reads, viewers=viewers)
         if viewers:
             self._round.begin = begin
 
@@ -107,7 +110,7 @@ class Recorder:
             memory_bytes = self._streams.allocated_bytes()
         if self._measures:
             if self._watches and self._streams.reads() != self._reads_before:
-                self._after_reads.add(moment)
+                self._round.after_reads.add(moment)
             # In backward, threads of autograd's read; nobody would keep their warnings from being shown.
             self._watch_reads(watch=moment.kind not in (Kind.BACKWARD, Kind.NEEDED))
         self._round.marks.append(Mark(moment, size_bytes, away_bytes, fence, memory_bytes))
@@ -198,7 +201,7 @@ class Recorder:
         for position, mark in enumerate(over.marks):
             taken_out_ms += stalled_ms[position]
             read = None
-            if position and mark.moment in self._after_reads:
+            if position and mark.moment in over.after_reads:
                 begin_ms = at_ms[position - 1] + stalled_ms[position]
                 read = self._reads.seen(mark.moment, begin_ms, at_ms[position], ends_ms)
                 took_ms = at_ms[position] - begin_ms

@@ -80,6 +80,15 @@ def test_reads_of_the_device_do_not_wait_for_copies(link_bytes_per_ms, copied):
     assert (eager.took_ms > without.took_ms + 1) != copied
 
 
+def test_what_was_read_in_the_first_round_alone_does_not_decide_the_next():
+    """Units under ``recompute`` are tried in it, and compared bit by bit."""
+    training = Training(wish=FREE, link_bytes_per_ms=5000, reads=True)
+    training.step()
+    for layer in training.model:
+        layer.reads = False
+    assert training.steady().offloaded_bytes == Training(wish=FREE, link_bytes_per_ms=5000).steady().offloaded_bytes
+
+
 def test_what_took_long_in_the_first_round_does_not_decide_the_next():
     training = Training(wish=FREE, link_bytes_per_ms=5000)
     for layer in training.model:
