@@ -57,7 +57,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="default: 16 dense ones or 4 of deepseek, a pipeline 16 or 8")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a pipeline")
-    parser.add_argument("--settings", nargs="*", default=list(settings.SEVERAL_GPUS), help="those compared; default: all")
+    parser.add_argument(
+        "--settings", nargs="*", default=list(settings.SEVERAL_GPUS), help="those compared; default: all"
+    )
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=JSON", help="one more section")
     parser.add_argument("--seconds", type=float, default=240, help="no setting begins that would not end before this")
     parser.add_argument("--rounds", type=int, default=2)
