@@ -18,6 +18,7 @@ import ds_fgoffload
 from benchmarks.measure import GIB, Steps, run_steps, save, summary, trl_activation_offloading
 
 SECTION = {"modules": ["model"]}
+LEARNING_STEPS = 8
 MODES = ("plain", "ours", "trl", "deepspeed")
 
 
@@ -63,8 +64,10 @@ def main() -> None:
 
     rounds: dict[str, list[Steps]] = {name: [] for name in contexts}
     figures: dict[str, Any] = {"arguments": vars(arguments), "section": SECTION}
-    for _ in range(arguments.rounds):
-        for name, context in contexts.items():
+    for round_ in range(arguments.rounds):
+        # each second round the other way round, so that what changes with time falls on all alike
+        for name in list(contexts) if round_ % 2 == 0 else reversed(contexts):
+            context = contexts[name]
 
             def step(context: Any = context) -> torch.Tensor:
                 model.zero_grad(set_to_none=False)
@@ -76,7 +79,9 @@ def main() -> None:
 
             attachment = ds_fgoffload.attach(model, SECTION) if name == "ours" else None
             try:
-                rounds[name].append(run_steps(step, warmup=9 if attachment else 1, repeats=arguments.repeats))
+                rounds[name].append(
+                    run_steps(step, warmup=LEARNING_STEPS if attachment else 1, repeats=arguments.repeats)
+                )
             except torch.OutOfMemoryError as error:
                 figures.setdefault("failed", {})[name] = str(error).split("\n", maxsplit=1)[0]
             if attachment is not None:

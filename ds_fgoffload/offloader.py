@@ -181,6 +181,8 @@ class Offloader:
         with self._lock:
             self._bury()
             self._carry_out(self._schedule.backward_began(micro_batch))
+            if self._tuner is not None:
+                self._tuner.look()
 
     def _saved_before(self, tensor: torch.Tensor) -> SavedStorage | None:
         found = self._by_identity.get(tensor.untyped_storage()._cdata)

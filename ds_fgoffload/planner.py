@@ -51,24 +51,35 @@ def plan_round(recording: Recording, wish: Wish, *, caution: float = 1.0) -> For
     if wish.everything:
         outcome = the_round.simulate(the_round.candidates, choosy=False)
         return _forecast(the_round, outcome, kept=(), within_window=True)
-    chosen = the_round.candidates - recording.held
-    free = the_round.simulate(chosen)
+    ranked = the_round.ranked(the_round.candidates - recording.held)
+    best = the_round.lowest_peak(ranked)
+    free = the_round.simulate(best)
+    choices = (best, set(ranked))
     limit_bytes = 0
     if wish.max_overhead is not None or wish.target_saved_bytes is None:
-        limit_bytes = the_round.least_peak(chosen, free.peak_bytes, (wish.max_overhead or 0.0) * recording.length_ms)
+        allowed_ms = (wish.max_overhead or 0.0) * recording.length_ms
+        limit_bytes = min(the_round.least_peak(chosen, free.peak_bytes, allowed_ms) for chosen in choices)
     if wish.target_saved_bytes is not None:
         limit_bytes = max(limit_bytes, recording.peak_bytes - wish.target_saved_bytes)
     if wish.room_bytes is not None:
         limit_bytes = min(limit_bytes, wish.room_bytes)
-    simulated, choosy = free, True
-    if limit_bytes < free.peak_bytes:
-        simulated = the_round.simulate(chosen, limit_bytes)
-        if simulated.peak_bytes > limit_bytes:
-            simulated, choosy = the_round.simulate(chosen, limit_bytes, choosy=False), False
-    limit_bytes = max(limit_bytes, simulated.peak_bytes)
-    useful = the_round.useful(simulated, limit_bytes)
-    useful = the_round.fewest(useful, limit_bytes, choosy=choosy)
-    final = the_round.simulate(useful, limit_bytes, choosy=choosy)
+    found, choosy, presses = free, True, limit_bytes < free.peak_bytes
+    if presses:
+        tried = [
+            (the_round.simulate(chosen, limit_bytes, choosy=choosy), choosy)
+            for choosy in (True, False)
+            for chosen in choices
+        ]
+        found, choosy = min(tried, key=lambda one: (max(limit_bytes, one[0].peak_bytes), not one[1], one[0].stalled_ms))
+    limit_bytes = max(limit_bytes, found.peak_bytes)
+    useful = the_round.useful(found, limit_bytes)
+    final = the_round.fewest(
+        [place for place in ranked if place in useful],
+        limit_bytes,
+        allowed_ms=found.stalled_ms,
+        choosy=choosy,
+        presses=presses,
+    )
     return _forecast(the_round, final, kept=the_round.saved.keys() - final.absences.keys(), within_window=False)
 
 

@@ -157,6 +157,11 @@ class Recorder:
                 return Recorded(recording, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
         return None
 
+    @property
+    def unread_rounds(self) -> int:
+        """Rounds that are over and have not been read."""
+        return len(self._over)
+
     def total_bytes(self) -> int:
         """Memory of the device."""
         return self._streams.total_bytes()

@@ -11,14 +11,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+from statistics import fmean
 from typing import NamedTuple
 
-from ds_fgoffload.plan import Kind, Moment, Place
+from ds_fgoffload.plan import Kind, Moment, Place, Site
 
 SPARE_TIME_MS = 0.2
 """Between the end of a copy, as it is foreseen, and what relies on it."""
 SEARCH_STEPS = 12
 """Halvings of the range in which the least peak is looked for."""
+PREFIXES = 64
+"""Most numbers of sites that are tried one by one."""
 
 
 class Passed(NamedTuple):
@@ -103,6 +108,41 @@ class Round:
     def size_bytes(self, place: Place) -> int:
         return self.passed[self.saved[place]].size_bytes
 
+    def ranked(self, places: AbstractSet[Place]) -> list[Place]:
+        """What could be away for longest comes first; a site's places in all micro-batches are next to each other."""
+        of_site: dict[Site, list[Place]] = {}
+        for place in sorted(places, key=self.saved.__getitem__):
+            of_site.setdefault(place.site, []).append(place)
+
+        def time_ms(site: Site) -> float:
+            return fmean(self.times_ms[self.needed[p]] - self.times_ms[self.saved[p]] for p in of_site[site])
+
+        return [place for site in sorted(of_site, key=time_ms, reverse=True) for place in of_site[site]]
+
+    def lowest_peak(self, ranked: Sequence[Place]) -> AbstractSet[Place]:
+        """What brings the peak down furthest without a wait.
+
+        Not everything: what is copied takes the link from what could be away for longer. So it is the first of
+        ``ranked`` up to some site, and of the sites after it those that the link has time for all the same.
+        """
+        sites = [list(places) for _, places in groupby(ranked, key=attrgetter("site"))]
+        chosen: set[Place] = set()
+        best: AbstractSet[Place] = frozenset()
+        best_bytes, best_number = self.simulate(best).peak_bytes, 0
+        step = max(1, len(sites) // PREFIXES)
+        for number in range(len(sites)):
+            chosen.update(sites[number])
+            if (number + 1) % step == 0 or number + 1 == len(sites):
+                peak_bytes = self.simulate(chosen).peak_bytes
+                if peak_bytes < best_bytes:
+                    best, best_bytes, best_number = frozenset(chosen), peak_bytes, number + 1
+        for places in sites[best_number : best_number + PREFIXES]:
+            more = best | set(places)
+            peak_bytes = self.simulate(more).peak_bytes
+            if peak_bytes < best_bytes:
+                best, best_bytes = more, peak_bytes
+        return best
+
     def simulate(self, chosen: AbstractSet[Place], limit_bytes: int | None = None, *, choosy: bool = True) -> Outcome:
         """The round with ``chosen`` copied.
 
@@ -138,18 +178,23 @@ class Round:
             if bisect_left(high, begin) < bisect_left(high, end)
         }
 
-    def fewest(self, useful: AbstractSet[Place], limit_bytes: int, *, choosy: bool) -> AbstractSet[Place]:
-        """Of ``useful`` the first saved, which have the most time, as many as keep the peak at ``limit_bytes``."""
-        in_order = sorted(useful, key=self.saved.__getitem__)
-        low, high = 0, len(in_order)
+    def fewest(
+        self, useful: Sequence[Place], limit_bytes: int, *, allowed_ms: float, choosy: bool, presses: bool
+    ) -> Outcome:
+        """Of ``useful`` the first, as many as keep the peak at ``limit_bytes`` and compute waiting ``allowed_ms``."""
+
+        def first(count: int) -> Outcome:
+            return self.simulate(set(useful[:count]), limit_bytes if presses else None, choosy=choosy)
+
+        low, high = 0, len(useful)
         while low < high:
             middle = (low + high) // 2
-            tried = self.simulate(set(in_order[:middle]), limit_bytes, choosy=choosy)
-            if tried.peak_bytes <= limit_bytes:
+            tried = first(middle)
+            if tried.peak_bytes <= limit_bytes and tried.stalled_ms <= allowed_ms:
                 high = middle
             else:
                 low = middle + 1
-        return set(in_order[:low])
+        return first(low)
 
     def reload_positions(self, chosen: AbstractSet[Place]) -> dict[Place, int]:
         """The last position from which each place's copy back, followed by all those needed after it, is in time."""

@@ -1,19 +1,21 @@
 """Has the next round planned from the last ones, until the plan is as good as the recording allows, and when it is not.
 
 The first rounds go by windows. The very first pins host memory and loads kernels, and says nothing of the others. A
-plan is made from the one of middling length among the last few: equal rounds differ by some per cent, and now and then
-one takes much longer.
+plan is made for the shortest stretches of those that are known (:mod:`~ds_fgoffload.fastest`), as long as rounds take
+about as long as they did.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 
 from deepspeed.utils import logger
 
-from ds_fgoffload.plan import Points
+from ds_fgoffload.fastest import fastest
+from ds_fgoffload.plan import Place, Points
 from ds_fgoffload.planner import Forecast, Wish, plan_round
 from ds_fgoffload.recorder import Recorded, Recorder
 from ds_fgoffload.simulation import Recording
@@ -21,11 +23,17 @@ from ds_fgoffload.stats import Planned
 from ds_fgoffload.told import plan_told
 
 LAST_ROUNDS = 3
-"""Rounds among which the one of middling length is looked for."""
+"""Rounds by which a plan is judged."""
+KNOWN_ROUNDS = 12
+"""Most rounds for which it is made."""
+DISTORTED = 0.1
+"""A round in which compute waited for a larger part of the time says little of how long its stretches are: meanwhile
+other things went on for which it would have waited otherwise, such as what the next stage of a pipeline does."""
 FITS = 0.05
-"""Rounds fit a plan if their length differs by no more than this from the one recorded."""
+"""Rounds fit a plan if they take as long as those for which it was made, but for this part."""
 BEARABLE_STALL = 0.002
 """Time that compute may wait unforeseen, as a fraction of the round."""
+FIRST_CAUTION = 1.01
 MORE_CAUTION = 1.03
 MOST_CAUTION = 1.5
 """How much slower than measured copies are taken to be: a little, and more each time that compute had to wait."""
@@ -35,6 +43,8 @@ MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
 QUIET_ROUNDS = 8
 """Once a plan has proved right, the moments of one in so many rounds are marked: marks take the device some time."""
+UNREAD_ROUNDS = 2
+"""Rounds that are over and that nobody has looked at, because none of them came to a backward."""
 ROOM = 0.92
 """Of the device's memory; the rest goes to what the allocator cannot use."""
 
@@ -52,10 +62,12 @@ class Tuner:
         self._recorder = recorder
         self._recorder.measure(measure=wish is not None and not wish.everything)
         self._news: deque[Recorded] = deque()
+        self._known: deque[Recorded] = deque(maxlen=KNOWN_ROUNDS)
         self._last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
-        self._length_ms = 0.0
+        self._held: set[Place] = set()
+        self._took_ms = 0.0
         self._guessed = False
-        self._caution = MORE_CAUTION
+        self._caution = FIRST_CAUTION
         self._too_bold = False
         self._begun = 0
         self._rounds = 0
@@ -67,8 +79,13 @@ class Tuner:
         """What the present plan is expected to do; None: there is none yet."""
 
     def points(self) -> Points | None:
-        """At the beginning of a round: what the next is to go by."""
-        self.look()
+        """At the beginning of a round: what the next is to go by.
+
+        Nothing is read here unless much is unread: the device often has nothing to do at the beginning of a step, and
+        would wait for the host.
+        """
+        if self._recorder.unread_rounds > UNREAD_ROUNDS:
+            self.look()
         while self._news:
             self._consider(self._news.popleft())
         self._begun += 1
@@ -80,7 +97,7 @@ class Tuner:
         self._recorder.end()
 
     def look(self) -> None:
-        """Reads what the device has passed since."""
+        """Reads what the device has passed since; best while it has enough to do."""
         while (recorded := self._recorder.read()) is not None:
             self._news.append(recorded)
 
@@ -88,8 +105,12 @@ class Tuner:
         self._rounds += 1
         if self._wish is None or self._rounds == 1 or not recorded.recording.d2h_bytes_per_ms:
             return
-        if self._last and not recorded.recording.is_like(self._last[-1].recording):
+        if self._known and not recorded.recording.is_like(self._known[-1].recording):
+            self._known.clear()
             self._last.clear()
+            self._held.clear()
+        self._held |= recorded.recording.held
+        self._known.append(recorded)
         self._last.append(recorded)
         if self._rounds > MEASURED_ROUNDS:
             self._recorder.measure(measure=False)
@@ -112,30 +133,32 @@ class Tuner:
         recordings = [recorded.recording for recorded in self._last]
         if self._guessed and not any(recording.guessed for recording in recordings):
             return False
-        length_ms = statistics.median(recording.length_ms for recording in recordings)
-        if abs(length_ms - self._length_ms) > FITS * self._length_ms:
+        if abs(_took_ms(self._last) - self._took_ms) > FITS * self._took_ms:
+            self._known = deque(self._last, KNOWN_ROUNDS)
             return False
         stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
-        self._too_bold = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * length_ms
+        self._too_bold = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * self._took_ms
         return points.within_window or not self._too_bold  # what a window costs, no plan can help
 
     def _plan(self, wish: Wish) -> None:
-        usable = [recorded for recorded in self._last if recorded.with_memory or wish.everything]
-        if not usable:
+        with_memory = [recorded for recorded in self._known if recorded.with_memory or wish.everything]
+        if not with_memory:
             self._recorder.measure(measure=True)
             return
         if self._too_bold:
             self._caution = min(MOST_CAUTION, self._caution * MORE_CAUTION)
             self._too_bold = False
-        usable.sort(key=lambda recorded: recorded.recording.length_ms)
-        recorded = usable[len(usable) // 2]
+        base = with_memory[-1]
+        recording = fastest(base.recording, self._undistorted(), rates_of=[known.recording for known in self._known])
+        # What is held is seen only in rounds in which it is to leave.
+        recording = replace(recording, held=frozenset(self._held))
         if not wish.everything:
-            room_bytes = int(ROOM * self._recorder.total_bytes()) - recorded.peak_between_bytes
+            room_bytes = int(ROOM * self._recorder.total_bytes()) - base.peak_between_bytes
             wish = replace(wish, room_bytes=room_bytes)
-        self.forecast = plan_round(recorded.recording, wish, caution=self._caution)
-        planned = self._recorder.rounds.planned = _planned(self.forecast, recorded.recording)
-        self._guessed = recorded.recording.guessed
-        self._length_ms = max(recorded.recording.length_ms, 1e-3)
+        self.forecast = plan_round(recording, wish, caution=self._caution)
+        planned = self._recorder.rounds.planned = _planned(self.forecast, recording)
+        self._guessed = base.recording.guessed
+        self._took_ms = _took_ms(self._last)
         self._last.clear()
         self._settled = False
         self._plans += 1
@@ -144,11 +167,23 @@ class Tuner:
         )
         logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_told(planned)}")
 
+    def _undistorted(self) -> list[Recording]:
+        """Those of the known rounds in which compute waited little; if they are few, those in which it waited least."""
+        recordings = [recorded.recording for recorded in self._known]
+        by_distortion = sorted(recordings, key=lambda recording: recording.stalled_ms / max(recording.length_ms, 1e-3))
+        count = sum(recording.stalled_ms <= DISTORTED * recording.length_ms for recording in recordings)
+        return by_distortion[: max(count, LAST_ROUNDS)]
+
     def _empty_cache_once(self, recorded: Recorded) -> None:
         """Of what rounds before the plan have left in the allocator's cache, in sizes of their own."""
         if not self._cache_emptied and self.forecast is not None and recorded.points is self.forecast.points:
             self._cache_emptied = True
             self._recorder.empty_cache()
+
+
+def _took_ms(rounds: Iterable[Recorded]) -> float:
+    """Of the rounds, the middling one's time with what compute waited."""
+    return max(1e-3, statistics.median(one.recording.length_ms + one.recording.stalled_ms for one in rounds))
 
 
 def _planned(forecast: Forecast, recording: Recording) -> Planned:

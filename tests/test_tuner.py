@@ -58,7 +58,7 @@ def test_a_target_is_reached_also_if_compute_has_to_wait_for_it():
 
 def test_a_device_that_is_too_small_for_the_free_plan_gets_a_dearer_one():
     roomy = Training(wish=FREE, link_bytes_per_ms=2500).steady()
-    tight = Training(wish=FREE, link_bytes_per_ms=2500, total_bytes=roomy.peak_bytes).steady()
+    tight = Training(wish=FREE, link_bytes_per_ms=2500, total_bytes=roomy.peak_bytes - LAYER_BYTES).steady()
     assert tight.peak_bytes < roomy.peak_bytes
     assert tight.waited_ms > 0
 
@@ -156,7 +156,26 @@ def test_a_plan_that_has_proved_right_is_looked_at_now_and_then():
     assert training.offloader.stats().stalled_ms - told_ms == pytest.approx(training.streams.waited_ms - waited_ms)
 
 
+def test_a_round_that_is_fast_now_and_then_is_in_time_too():
+    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    for number in range(24):
+        for layer in training.model:
+            layer.ms = 0.9 if number % 3 == 0 else 1.0
+        training.step()
+    for layer in training.model:
+        layer.ms = 0.9
+    assert training.steady(0).waited_ms == 0
+
+
 PIPELINE = {"stages": 3, "micro_batches": 6, "layers": 6}
+
+
+@pytest.mark.parametrize(("link_bytes_per_ms", "layers_freed"), [(1400, 6), (1000, 4), (600, 2)])
+def test_a_link_that_cannot_carry_it_all_carries_what_is_away_longest(link_bytes_per_ms, layers_freed):
+    """A micro-batch takes 18 ms of a stage and saves 24000 bytes: at 1333 a millisecond the way back is full."""
+    found = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, **PIPELINE).steady()
+    assert plain(**PIPELINE).peak_bytes - found.peak_bytes >= layers_freed * LAYER_BYTES
+    assert (found.waited_ms, found.late_reloads) == (0, 0)
 
 
 @pytest.mark.parametrize("link_bytes_per_ms", [20000, 5000])
