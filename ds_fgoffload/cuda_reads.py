@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 
 class CudaReads:
-    """Counts them, while someone watches: each is a warning, which is not shown."""
+    """Tells of them, while someone watches: each is a warning, which torch gives when the read is over.
+
+    The warning is not shown.
+    """
 
     _message = "called a synchronizing CUDA operation"
 
     def __init__(self) -> None:
-        self.count = 0
-        self._watchers: set[int] = set()
+        self._watchers: dict[int, Callable[[], None]] = {}
         self._show = warnings.showwarning
 
-    def watch(self, watcher: object, *, watch: bool) -> None:
+    def watch(self, watcher: object, seen: Callable[[], None] | None) -> None:
+        """From now on ``seen`` is called after each read, by the thread that reads. None: no longer."""
         before = bool(self._watchers)
-        (self._watchers.add if watch else self._watchers.discard)(id(watcher))
+        if seen is None:
+            self._watchers.pop(id(watcher), None)
+        else:
+            self._watchers[id(watcher)] = seen
         if before == bool(self._watchers):
             return
         if not before and torch.cuda.get_sync_debug_mode() == 0:  # else the user is looking for them
@@ -37,7 +44,8 @@ class CudaReads:
 
     def _shown(self, message: Warning | str, *rest: Any, **more: Any) -> None:
         if str(message).startswith(self._message):
-            self.count += 1
+            for seen in tuple(self._watchers.values()):
+                seen()
         else:
             self._show(message, *rest, **more)
 

@@ -1,7 +1,8 @@
 """How long a read of the device by the host was kept waiting by copies, told from the times around it.
 
 A blocking read (``.item()``, ``bincount``) returns when all copies to the host that were queued before it are over, on
-any stream. Neither its begin nor its end is seen, only the moments of the round before and after it.
+any stream. Its end is seen in the rounds in which reads are watched, its begin never. It has waited for a copy that ended
+just before it; for how long, the time since the moment before says, compared with a round without such a copy.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from ds_fgoffload.stats import ReadDelay
 SPREAD = 0.05
 SPREAD_MS = 0.2
 """The time between two moments differs by so much from round to round for other reasons."""
-AFTER_SPREAD_MS = 0.5
-"""And so much the time from a read to the next moment, while copies are under way."""
+CLOSE_MS = 0.2
+"""A read that waited for a copy was over no later after it."""
+CLOSE_IF_NOT_SEEN_MS = 0.5
+"""The same, where its end is told from how long before the next moment it was in other rounds."""
 
 
 class Read(NamedTuple):
@@ -42,8 +45,7 @@ class Reads:
         self._delay_of: dict[Moment, ReadDelay] = {}
         self._unclear: dict[Moment, tuple[int, float]] = {}  # rounds, and the times that they took
         self._undelayed_ms: dict[Moment, float] = {}  # from the moment before to that after, if no copy delays the read
-        self._most_after_ms: dict[Moment, float] = {}  # from the read to the moment after it, at the most
-        self._after_ms: dict[Moment, float] = {}  # the same, seen in a round in which the read was delayed
+        self._after_ms: dict[Moment, float] = {}  # from the end of the last read to the moment after it
 
     def count(
         self, moment: Moment, read: Read, took_ms: float, after_unit: str | None, before_unit: str | None
@@ -64,28 +66,42 @@ class Reads:
         delay.waited_ms += max(0.0, in_all_ms - rounds * self._undelayed_ms[moment]) + read.waited_ms
         delay.last_waited_ms = read.waited_ms
 
-    def seen(self, moment: Moment, begin_ms: float, end_ms: float, copy_ends_ms: Sequence[float]) -> Read:
+    def seen(
+        self,
+        moment: Moment,
+        begin_ms: float,
+        end_ms: float,
+        copy_ends_ms: Sequence[float],
+        read_ends_ms: Sequence[float] = (),
+    ) -> Read:
         """Between the moments at ``begin_ms`` and ``end_ms`` the device was read.
 
-        The read was over after every copy that it waited for, and what follows it takes the same time in every round:
-        so it was not kept waiting by a copy that ended longer before the next moment than another did before.
+        Args:
+            moment: that at ``end_ms``.
+            begin_ms: when compute went on after the moment before.
+            end_ms: when it came to the moment.
+            copy_ends_ms: when copies to the host ended, all of the round.
+            read_ends_ms: when the reads were over; empty: it was not looked out for in this round.
         """
         took_ms = end_ms - begin_ms
-        copy_end_ms = max((ms for ms in copy_ends_ms if begin_ms < ms <= end_ms), default=None)
-        if copy_end_ms is None:
-            return self._undelayed(moment, took_ms)
-        after_ms = end_ms - copy_end_ms
-        most_after_ms = self._most_after_ms[moment] = min(after_ms, self._most_after_ms.get(moment, took_ms))
-        if after_ms > most_after_ms + AFTER_SPREAD_MS:
-            return self._undelayed(moment, took_ms)
-        undelayed_ms = self._undelayed_ms.get(moment)
-        if undelayed_ms is None:
-            return Read((copy_end_ms - begin_ms) / 2, after_ms, guessed=True)
+        close_ms = CLOSE_MS
+        if read_ends_ms:
+            after_ms = end_ms - read_ends_ms[-1]
+            self._after_ms[moment] = min(after_ms, self._after_ms.get(moment, after_ms))
+        after_ms = self._after_ms.get(moment, 0.0)
+        if not read_ends_ms:
+            read_ends_ms, close_ms = (end_ms - after_ms,), CLOSE_IF_NOT_SEEN_MS
+        waited_for_ms = [
+            copy_ms
+            for copy_ms in copy_ends_ms
+            if begin_ms < copy_ms <= end_ms and any(abs(read_ms - copy_ms) <= close_ms for read_ms in read_ends_ms)
+        ]
+        undelayed_ms = self._undelayed_ms.get(moment, took_ms)
+        if not waited_for_ms:
+            self._undelayed_ms[moment] = min(took_ms, undelayed_ms)
+            return Read(0.0, after_ms, guessed=False)
+        if moment not in self._undelayed_ms:
+            return Read((max(waited_for_ms) - begin_ms) / 2, after_ms, guessed=True)
         if took_ms <= undelayed_ms + max(SPREAD_MS, SPREAD * undelayed_ms):
-            return Read(0.0, self._after_ms.get(moment, 0.0), guessed=False)
-        after_ms = self._after_ms[moment] = min(after_ms, self._after_ms.get(moment, took_ms))
+            return Read(0.0, after_ms, guessed=False)
         return Read(took_ms - undelayed_ms, after_ms, guessed=False)
-
-    def _undelayed(self, moment: Moment, took_ms: float) -> Read:
-        self._undelayed_ms[moment] = min(took_ms, self._undelayed_ms.get(moment, took_ms))
-        return Read(0.0, self._after_ms.get(moment, 0.0), guessed=False)

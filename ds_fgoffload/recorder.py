@@ -5,6 +5,7 @@ Events are queued on the streams as the round goes, and read when the device has
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -51,9 +52,9 @@ class Recorder:
         """What users are told of the rounds."""
         self._reads = Reads(self.rounds.reads)
         self._after_reads: set[Moment] = set()
-        self._reads_before = 0
+        self._reads_over: list[Fence] = []
         self._measures = False
-        self._watches = False
+        self._watching_thread: int | None = None
         self.takes_times = True
         """Whether the moments of the rounds that begin now are marked on the device; copies and waits always are."""
 
@@ -63,10 +64,15 @@ class Recorder:
         self._watch_reads(watch=False)
 
     def _watch_reads(self, *, watch: bool) -> None:
-        if watch != self._watches:
-            self._watches = watch
-            self._streams.watch_reads(watch=watch)
-        self._reads_before = self._streams.reads()
+        if watch != (self._watching_thread is not None):
+            self._watching_thread = threading.get_ident() if watch else None
+            self._streams.watch_reads(self._read_is_over if watch else None)
+        self._reads_over = []
+
+    def _read_is_over(self) -> None:
+        fence = self._streams.fence(self._compute()) if threading.get_ident() == self._watching_thread else None
+        if fence is not None:
+            self._reads_over.append(fence)
 
     def show(self, viewer: Callable[[StepRecording], None]) -> None:
         """``viewer`` is called with the whole of the round that begins next, once the device has passed it."""
@@ -108,12 +114,13 @@ class Recorder:
         memory_bytes = 0
         if self._asks_for_memory():
             memory_bytes = self._streams.allocated_bytes()
+        reads = self._reads_over
         if self._measures:
-            if self._watches and self._streams.reads() != self._reads_before:
+            if reads:
                 self._round.after_reads.add(moment)
             # In backward, threads of autograd's read; nobody would keep their warnings from being shown.
             self._watch_reads(watch=moment.kind not in (Kind.BACKWARD, Kind.NEEDED))
-        self._round.marks.append(Mark(moment, size_bytes, away_bytes, fence, memory_bytes))
+        self._round.marks.append(Mark(moment, size_bytes, away_bytes, fence, memory_bytes, reads))
 
     def held(self, place: Place) -> None:
         self._round.held.add(place)
@@ -208,7 +215,9 @@ class Recorder:
             read = None
             if position and mark.moment in over.after_reads:
                 begin_ms = at_ms[position - 1] + stalled_ms[position]
-                read = self._reads.seen(mark.moment, begin_ms, at_ms[position], ends_ms)
+                read = self._reads.seen(
+                    mark.moment, begin_ms, at_ms[position], ends_ms, [ms_of(fence) for fence in mark.reads]
+                )
                 took_ms = at_ms[position] - begin_ms
                 self._reads.count(mark.moment, read, took_ms, *_units_around(over.marks, position))
                 taken_out_ms += read.waited_ms

@@ -27,6 +27,8 @@ class Mark(NamedTuple):
     away_bytes: int
     fence: Fence
     memory_bytes: int
+    reads: Sequence[Fence] = ()
+    """When reads of the device were over, since the mark before."""
 
 
 class Copy(NamedTuple):

@@ -8,6 +8,7 @@ when :meth:`Streams.copy` returns.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -67,11 +68,8 @@ class Streams(Protocol):
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         """Time on the device from ``begin`` to ``end``, which may be the earlier; both have been reached."""
 
-    def watch_reads(self, *, watch: bool) -> None:
-        """From now on blocking reads of the device by the host are counted, or no longer."""
-
-    def reads(self) -> int:
-        """How many there were while they were watched."""
+    def watch_reads(self, seen: Callable[[], None] | None) -> None:
+        """From now on ``seen`` is called after each blocking read of the device by the host. None: no longer."""
 
     def allocated_bytes(self) -> int:
         """Device memory in use by tensors of this process, in the order of the calls."""
@@ -123,11 +121,8 @@ class SynchronousStreams:
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return 0.0
 
-    def watch_reads(self, *, watch: bool) -> None:
+    def watch_reads(self, seen: Callable[[], None] | None) -> None:
         pass
-
-    def reads(self) -> int:
-        return 0
 
     def allocated_bytes(self) -> int:
         return 0
@@ -204,12 +199,9 @@ class AcceleratorStreams:
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         return float(begin.event.elapsed_time(end.event))
 
-    def watch_reads(self, *, watch: bool) -> None:
+    def watch_reads(self, seen: Callable[[], None] | None) -> None:
         if self.device.type == "cuda":
-            cuda_reads.watch(self, watch=watch)
-
-    def reads(self) -> int:
-        return cuda_reads.count
+            cuda_reads.watch(self, seen)
 
     def allocated_bytes(self) -> int:
         if self.device.type == "cuda":  # the same, without a flat dictionary of all that the allocator counts

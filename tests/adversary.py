@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -100,6 +100,7 @@ class AdversarialStreams:
         self.out_of_memory_at: int | None = None
         """The allocation that fails, counted from 1."""
         self._random = random.Random(seed)
+        self._seen: Callable[[], None] | None = None
         self._eagerness = self._random.choice([0.0, 0.0, 0.1, 0.5])
         self.current = self.writer = "main.compute"
         self._computes: set[str] = set()
@@ -173,13 +174,12 @@ class AdversarialStreams:
         """Anything: what is planned by these times is advice."""
         return end.event.at_ms() - begin.event.at_ms() + self._random.random()
 
-    def watch_reads(self, *, watch: bool) -> None:
-        pass
-
-    def reads(self) -> int:
-        return self._random.randrange(3)
+    def watch_reads(self, seen: Callable[[], None] | None) -> None:
+        self._seen = seen
 
     def allocated_bytes(self) -> int:
+        if self._seen is not None and self._random.random() < 0.5:
+            self._seen()
         return self._random.randrange(1 << 14)
 
     def peak_allocated_bytes(self) -> int:

@@ -6,7 +6,7 @@ of the device, until it reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +51,7 @@ class SimulatedStreams:
         self.emptied = 0
         self._total_bytes = total_bytes
         self.fences = 0
-        self._reads = 0
-        self._watched = False
+        self._seen: Callable[[], None] | None = None
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def work(self, ms: float, made: torch.Tensor | None = None) -> None:
@@ -64,9 +63,10 @@ class SimulatedStreams:
 
     def read(self) -> None:
         """The host waits for compute, and for the copies out that are queued."""
-        self._reads += self._watched
         self.clocks_ms["compute"] = max(self.clocks_ms["compute"], self.clocks_ms["d2h"])
         self.host_ms = max(self.host_ms, self.clocks_ms["compute"])
+        if self._seen is not None:
+            self._seen()
 
     def compute(self) -> str:
         return "compute"
@@ -105,11 +105,8 @@ class SimulatedStreams:
         self._made(memory)
         return memory
 
-    def watch_reads(self, *, watch: bool) -> None:
-        self._watched = watch
-
-    def reads(self) -> int:
-        return self._reads
+    def watch_reads(self, seen: Callable[[], None] | None) -> None:
+        self._seen = seen
 
     def allocated_bytes(self) -> int:
         self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
