@@ -316,7 +316,7 @@ def stalls(attachment: ds_fgoffload.Attachment | None) -> Iterator[Stalls | None
 
 
 def choose(arguments: argparse.Namespace) -> list[modes.Mode]:
-    """The modes to run, in the table's order; plain training always, since all else is compared with it."""
+    """The modes to run, in the table's order; plain training always where all else is compared with it."""
     sections = dict(settings.OURS)
     for setting in arguments.setting:
         name, _, section = setting.partition("=")
@@ -324,9 +324,8 @@ def choose(arguments: argparse.Namespace) -> list[modes.Mode]:
     available = settings.table(sections)
     if not arguments.modes:
         return [mode for name, mode in available.items() if name not in settings.OPTIONAL]
-    wanted = {
-        name for pattern in ["plain", *arguments.modes] for name in available if fnmatch.fnmatchcase(name, pattern)
-    }
+    patterns = [*arguments.modes, *([] if arguments.steps else ["plain"])]
+    wanted = {name for pattern in patterns for name in available if fnmatch.fnmatchcase(name, pattern)}
     unknown = [p for p in arguments.modes if not any(fnmatch.fnmatchcase(name, p) for name in available)]
     if unknown:
         raise SystemExit(f"--modes: {unknown} match no mode; there are {list(available)}")

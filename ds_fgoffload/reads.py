@@ -1,8 +1,8 @@
 """How long a read of the device by the host was kept waiting by copies, told from the times around it.
 
 A blocking read (``.item()``, ``bincount``) returns when all copies to the host that were queued before it are over, on
-any stream. Its end is seen in the rounds in which reads are watched, its begin never. It has waited for a copy that ended
-just before it; for how long, the time since the moment before says, compared with a round without such a copy.
+any stream. Its end is seen in the rounds in which reads are watched, its begin never. It has waited for a copy that
+ended just before it; how long, the time since the moment before says, compared with a round without such a copy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from ds_fgoffload.stats import ReadDelay
 SPREAD = 0.05
 SPREAD_MS = 0.2
 """The time between two moments differs by so much from round to round for other reasons."""
-CLOSE_MS = 0.2
+CLOSE_MS = 0.5
 """A read that waited for a copy was over no later after it."""
-CLOSE_IF_NOT_SEEN_MS = 0.5
-"""The same, where its end is told from how long before the next moment it was in other rounds."""
 
 
 class Read(NamedTuple):
@@ -84,24 +82,24 @@ class Reads:
             read_ends_ms: when the reads were over; empty: it was not looked out for in this round.
         """
         took_ms = end_ms - begin_ms
-        close_ms = CLOSE_MS
         if read_ends_ms:
             after_ms = end_ms - read_ends_ms[-1]
             self._after_ms[moment] = min(after_ms, self._after_ms.get(moment, after_ms))
         after_ms = self._after_ms.get(moment, 0.0)
         if not read_ends_ms:
-            read_ends_ms, close_ms = (end_ms - after_ms,), CLOSE_IF_NOT_SEEN_MS
+            read_ends_ms = (end_ms - after_ms,)
         waited_for_ms = [
             copy_ms
             for copy_ms in copy_ends_ms
-            if begin_ms < copy_ms <= end_ms and any(abs(read_ms - copy_ms) <= close_ms for read_ms in read_ends_ms)
+            if begin_ms < copy_ms <= end_ms and any(abs(read_ms - copy_ms) <= CLOSE_MS for read_ms in read_ends_ms)
         ]
         undelayed_ms = self._undelayed_ms.get(moment, took_ms)
         if not waited_for_ms:
             self._undelayed_ms[moment] = min(took_ms, undelayed_ms)
             return Read(0.0, after_ms, guessed=False)
         if moment not in self._undelayed_ms:
-            return Read((max(waited_for_ms) - begin_ms) / 2, after_ms, guessed=True)
+            # all of the time: so that little is copied until it is seen
+            return Read(max(waited_for_ms) - begin_ms, after_ms, guessed=True)
         if took_ms <= undelayed_ms + max(SPREAD_MS, SPREAD * undelayed_ms):
             return Read(0.0, after_ms, guessed=False)
         return Read(took_ms - undelayed_ms, after_ms, guessed=False)

@@ -132,13 +132,15 @@ class Tuner:
             return True
         recordings = [recorded.recording for recorded in self._last]
         if self._guessed and not any(recording.guessed for recording in recordings):
+            self._known = deque(self._last, KNOWN_ROUNDS)
             return False
         if abs(_took_ms(self._last) - self._took_ms) > FITS * self._took_ms:
             self._known = deque(self._last, KNOWN_ROUNDS)
             return False
         stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
-        self._too_bold = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * self._took_ms
-        return points.within_window or not self._too_bold  # what a window costs, no plan can help
+        waits = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * self._took_ms
+        self._too_bold = waits and not any(recording.guessed for recording in recordings)
+        return points.within_window or not waits  # what a window costs, no plan can help
 
     def _plan(self, wish: Wish) -> None:
         with_memory = [recorded for recorded in self._known if recorded.with_memory or wish.everything]

@@ -46,6 +46,8 @@ class SimulatedStreams:
         self.link_bytes_per_ms = link_bytes_per_ms
         self.clocks_ms = {"compute": 0.0, "d2h": 0.0, "h2d": 0.0}
         self.host_ms = 0.0
+        self.read_ms = 0.0
+        """From when the device has come to a read until the host has gone on."""
         self.waited_ms = 0.0
         self.peak_bytes = 0
         self.emptied = 0
@@ -63,7 +65,7 @@ class SimulatedStreams:
 
     def read(self) -> None:
         """The host waits for compute, and for the copies out that are queued."""
-        self.clocks_ms["compute"] = max(self.clocks_ms["compute"], self.clocks_ms["d2h"])
+        self.clocks_ms["compute"] = max(self.clocks_ms["compute"], self.clocks_ms["d2h"]) + self.read_ms
         self.host_ms = max(self.host_ms, self.clocks_ms["compute"])
         if self._seen is not None:
             self._seen()

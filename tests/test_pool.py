@@ -665,9 +665,9 @@ def test_pinned_memory_is_pinned_across_slabs_and_trim_unpins_it():
     transfer.before_use(copied_in, streams.compute(), stats)
     assert torch.equal(back, source)
     lease.give_back(end, copied_in)
-    address = lease.taken
-    assert pool.trim() == pool.stats().pinned_bytes + 200 * MIB
-    assert address is not None
+    pinned_bytes = pool.stats().pinned_bytes
+    assert pinned_bytes >= source.numel()
+    assert (pool.trim(), pool.stats().pinned_bytes) == (pinned_bytes, 0)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ def test_a_read_that_was_over_when_no_copy_was_waited_for_nothing(reads):
 
 
 def test_how_long_it_waited_is_guessed_until_it_is_seen_without(reads):
-    assert reads.seen(MOMENT, 0.0, 5.0, [3.9], [4.0]) == (1.95, 1.0, True)
+    assert reads.seen(MOMENT, 0.0, 5.0, [3.9], [4.0]) == (3.9, 1.0, True)
     assert reads.seen(MOMENT, 0.0, 3.0, [0.5], [2.0]) == (0.0, 1.0, False)
     assert reads.seen(MOMENT, 0.0, 5.0, [3.9], [4.0]) == (2.0, 1.0, False)
 

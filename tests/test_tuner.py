@@ -69,14 +69,21 @@ def test_everything_is_copied_if_that_is_wished():
     assert (found.waited_ms, found.late_reloads) == (0, 0)
 
 
+@pytest.mark.parametrize("read_ms", [0.0, 0.1, 0.2])
 @pytest.mark.parametrize(("link_bytes_per_ms", "copied"), [(20000, True), (5000, False)])
-def test_reads_of_the_device_do_not_wait_for_copies(link_bytes_per_ms, copied):
+def test_reads_of_the_device_do_not_wait_for_copies(link_bytes_per_ms, copied, read_ms):
     """Half a millisecond passes between a save and the next read, in which the slow link carries no layer."""
-    without = plain(reads=True)
-    found = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, reads=True).steady(20)
+
+    def training(**more):
+        made = Training(reads=True, **more)
+        made.streams.read_ms = read_ms
+        return made
+
+    without = training(plan=NOTHING).steady()
+    found = training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms).steady(20)
     assert found.took_ms == pytest.approx(without.took_ms)
     assert (found.offloaded_bytes > 0) == copied
-    eager = Training(wish=None, link_bytes_per_ms=link_bytes_per_ms, reads=True).steady()
+    eager = training(wish=None, link_bytes_per_ms=link_bytes_per_ms).steady()
     assert (eager.took_ms > without.took_ms + 1) != copied
 
 
