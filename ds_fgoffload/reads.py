@@ -94,12 +94,14 @@ class Reads:
             if begin_ms < copy_ms <= end_ms and any(abs(read_ms - copy_ms) <= CLOSE_MS for read_ms in read_ends_ms)
         ]
         undelayed_ms = self._undelayed_ms.get(moment, took_ms)
+        spread_ms = max(SPREAD_MS, SPREAD * undelayed_ms)
         if not waited_for_ms:
             self._undelayed_ms[moment] = min(took_ms, undelayed_ms)
             return Read(0.0, after_ms, guessed=False)
+        if took_ms < undelayed_ms - spread_ms:  # that was a round in which something else took long
+            del self._undelayed_ms[moment]
         if moment not in self._undelayed_ms:
             # all of the time: so that little is copied until it is seen
             return Read(max(waited_for_ms) - begin_ms, after_ms, guessed=True)
-        if took_ms <= undelayed_ms + max(SPREAD_MS, SPREAD * undelayed_ms):
-            return Read(0.0, after_ms, guessed=False)
-        return Read(took_ms - undelayed_ms, after_ms, guessed=False)
+        waited_ms = took_ms - undelayed_ms
+        return Read(waited_ms if waited_ms > spread_ms else 0.0, after_ms, guessed=False)

@@ -8,6 +8,7 @@ about as long as they did.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -43,6 +44,7 @@ MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
 QUIET_ROUNDS = 8
 """Once a plan has proved right, the moments of one in so many rounds are marked: marks take the device some time."""
+NEVER = sys.maxsize
 UNREAD_ROUNDS = 2
 """Rounds that are over and that nobody has looked at, because none of them came to a backward."""
 ROOM = 0.92
@@ -74,6 +76,7 @@ class Tuner:
         self._settled = False
         self._plans = 0
         self._not_before = 0
+        self._look_again_at = NEVER
         self._cache_emptied = False
         self.forecast: Forecast | None = None
         """What the present plan is expected to do; None: there is none yet."""
@@ -117,7 +120,7 @@ class Tuner:
         if len(self._last) < LAST_ROUNDS:
             return
         fits = self.forecast is not None and self._fits(self.forecast)
-        self._settled = fits and self._rounds > MEASURED_ROUNDS
+        self._settled = fits and self._rounds > MEASURED_ROUNDS and self._look_again_at == NEVER
         if fits:
             self._empty_cache_once(recorded)
         elif self._rounds >= self._not_before:
@@ -134,8 +137,10 @@ class Tuner:
         if self._guessed and not any(recording.guessed for recording in recordings):
             self._known = deque(self._last, KNOWN_ROUNDS)
             return False
-        if abs(_took_ms(self._last) - self._took_ms) > FITS * self._took_ms:
-            self._known = deque(self._last, KNOWN_ROUNDS)
+        took_ms = _took_ms(self._last)
+        if took_ms > (1 + FITS) * self._took_ms:
+            self._look_again_at = self._rounds + KNOWN_ROUNDS  # then those that were faster are forgotten
+        if abs(took_ms - self._took_ms) > FITS * self._took_ms or self._rounds >= self._look_again_at:
             return False
         stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
         waits = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * self._took_ms
@@ -163,6 +168,8 @@ class Tuner:
         self._took_ms = _took_ms(self._last)
         self._last.clear()
         self._settled = False
+        if self._rounds >= self._look_again_at:
+            self._look_again_at = NEVER
         self._plans += 1
         self._not_before = self._rounds + (
             2 ** min(self._plans - PLANS_AT_ONCE, 10) if self._plans > PLANS_AT_ONCE else 0

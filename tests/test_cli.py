@@ -124,6 +124,22 @@ def test_errors_are_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().err.lstrip().splitlines()[-1].startswith("error: --transformers no_such_family:")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "num_hidden_layer=1"], 'has no "num_hidden_layer"; did you mean "num_hidden_layers"?'),
+        (["--set", "num_hidden_layers=1", "--set", f"vocab_size={1 << 40}"], "weights and gradients take"),
+    ],
+)
+def test_a_model_that_was_not_meant_is_refused_before_it_takes_memory(arguments, message, monkeypatch, capsys) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", "--transformers", "llama", *arguments])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 1
+    assert message in capsys.readouterr().err
+
+
 SCRIPT = """
     import sys, deepspeed, torch
     from torch import nn

@@ -38,3 +38,10 @@ def test_where_reads_are_not_watched_their_ends_are_told_from_rounds_in_which_th
     assert reads.seen(MOMENT, 0.0, 5.0, [3.8]) == (2.0, 1.0, False)
     assert reads.seen(MOMENT, 0.0, 2.5, [0.8]) == (0.0, 1.0, False)
     assert reads.seen(MOMENT, 0.0, 5.0, [3.8]) == (2.5, 1.0, False)
+
+
+def test_a_round_in_which_all_took_long_does_not_count_once_it_took_less(reads):
+    assert reads.seen(MOMENT, 0.0, 300.0, [], [299.5]) == (0.0, 0.5, False)
+    assert reads.seen(MOMENT, 0.0, 8.0, [7.4], [7.5]) == (7.4, 0.5, True)
+    assert reads.seen(MOMENT, 0.0, 0.8, [], [0.3]) == (0.0, 0.5, False)
+    assert reads.seen(MOMENT, 0.0, 8.0, [7.4], [7.5]) == (7.2, 0.5, False)

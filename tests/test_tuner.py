@@ -115,6 +115,16 @@ def test_layers_that_become_faster_are_planned_anew():
     assert training.steady(40).waited_ms == 0
 
 
+def test_layers_that_become_slower_leave_the_link_more_time_in_the_end():
+    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    before = training.steady(20)
+    for layer in training.model:
+        layer.ms *= 2
+    after = training.steady(60)
+    assert (after.waited_ms, after.late_reloads) == (0, 0)
+    assert after.peak_bytes < before.peak_bytes
+
+
 def test_another_structure_is_planned_anew():
     training = Training(wish=FREE, link_bytes_per_ms=20000)
     training.steady()
