@@ -234,6 +234,11 @@ def accelerator_device() -> torch.device:
     return torch.device("cpu") if name == "cpu" else torch.device(name, accelerator.current_device())
 
 
+def free_device_bytes() -> int:
+    """Memory that is free on it, to this process and others."""
+    return int(get_accelerator().available_memory(accelerator_device().index))
+
+
 def accelerator_is_cpu() -> bool:
     """Whether there is no device but the CPU; asks no device, so that a forked child may ask."""
     return bool(get_accelerator().device_name() == "cpu")

@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_fgoffload import api
@@ -23,7 +22,7 @@ from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.inventory import Inventory
 from ds_fgoffload.script import UserScript
 from ds_fgoffload.sizes import human
-from ds_fgoffload.streams import accelerator_device, make_streams
+from ds_fgoffload.streams import accelerator_device, free_device_bytes, make_streams
 from ds_fgoffload.watcher import Watcher
 
 
@@ -145,7 +144,7 @@ class RandomModel:
 
     def _refuse_if_too_large(self, weight_bytes: int) -> None:
         """Before anything is allocated."""
-        left_bytes = min(psutil.virtual_memory().available, get_accelerator().available_memory())
+        left_bytes = min(psutil.virtual_memory().available, free_device_bytes())
         if 2 * weight_bytes > left_bytes:
             raise OffloadStateError(
                 f"--transformers {self.source}: weights and gradients take {human(2 * weight_bytes)}, and "
