@@ -19,7 +19,8 @@ The section `{SECTION}` of ds_config.json. Made from the fields in `ds_fgoffload
 `python docs/make_configuration.py`.
 
 Sizes are bytes or text such as `"64MiB"`. A key that is left out has its default; where that is *automatic*, leave it
-out: the word `"auto"` is refused (except for `policy`), because Accelerate rejects it inside a nested section.
+out: Accelerate (and so the Trainer) takes the word `"auto"` inside a nested section for one of its own and refuses it.
+That holds for `policy: "auto"` as well, which is the default; every other key refuses the word in any case.
 Unknown keys and bad values are refused, with the section, the key, what was got and what is allowed.
 
 ```json

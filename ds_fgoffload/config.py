@@ -181,6 +181,11 @@ def parse_config(section: Mapping[str, Any] | FineGrainedOffloadConfig | None) -
         for key in ("max_overhead", "target_saved_bytes"):
             if config.enabled and getattr(config, key) is not None:
                 _warn_once(f"{SECTION}.{key} has no effect: {why}, and nothing is chosen then")
+    if config.max_overhead is not None and config.max_overhead > 1:
+        _warn_once(
+            f"{SECTION}.max_overhead is a fraction: {config.max_overhead} lets compute wait for "
+            f"{config.max_overhead:.0%} of the time that a step takes; five per cent is 0.05"
+        )
     return config
 
 
@@ -233,7 +238,7 @@ def _warn_once(message: str) -> None:
 _ALLOWED = {
     "bool_type": "true, false",
     "string_type": "text",
-    "list_type": "a list of patterns",
+    "list_type": 'a list of patterns, such as ["encoder.*"]',
     "int_type": "a whole number >= 0",
     "float_type": "a number >= 0",
     "finite_number": "a number >= 0",

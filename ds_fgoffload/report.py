@@ -194,6 +194,11 @@ def _faults(all_stats: Sequence[UnitStats]) -> list[str]:
             ": deepspeed.checkpointing keeps its inputs where no hook sees them; use "
             "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
         )
+    if offloaded and any(stats.recomputed_calls for stats in all_stats):
+        found.append(
+            f": {human(offloaded)} were moved that a checkpoint around makes again in backward all the same; to move "
+            'what the checkpoints keep, select what is around them, such as "model" in a Hugging Face decoder'
+        )
     found += _faults_of_recomputation(all_stats)
     if any(stats.compiled for stats in all_stats):
         found.append(" saved nothing: it lies in a module that torch.compile has compiled")

@@ -159,8 +159,14 @@ def test_the_users_dictionary_is_not_touched() -> None:
             ['fine_grained_offload.enabled: got "yes please", allowed: true, false'],
         ),
         ({"modules": ["a"], "enabled": 1}, ["fine_grained_offload.enabled: got 1, allowed: true, false"]),
-        ({"modules": "a string"}, ['fine_grained_offload.modules: got "a string", allowed: a list of patterns']),
-        ({"modules": None}, ["fine_grained_offload.modules: got null, allowed: a list of patterns"]),
+        (
+            {"modules": "a string"},
+            ['fine_grained_offload.modules: got "a string", allowed: a list of patterns, such as ["encoder.*"]'],
+        ),
+        (
+            {"modules": None},
+            ['fine_grained_offload.modules: got null, allowed: a list of patterns, such as ["encoder.*"]'],
+        ),
         ({"modules": ["a", 3]}, ["fine_grained_offload.modules.1: got 3, allowed: text"]),
         ({"modules": ["a", " "]}, ['fine_grained_offload.modules.1: got " ", allowed: a pattern that is not empty']),
         (
@@ -194,7 +200,7 @@ def test_the_users_dictionary_is_not_touched() -> None:
         (
             {"modules": "auto", "min_tensor_bytes": "auto", "host_pool": {"pin_memory": "auto"}},
             [
-                'fine_grained_offload.modules: got "auto", allowed: a list of patterns; '
+                'fine_grained_offload.modules: got "auto", allowed: a list of patterns, such as ["encoder.*"]; '
                 "leave the key out for the default",
                 f'fine_grained_offload.min_tensor_bytes: got "auto", allowed: {SIZE}; '
                 "leave the key out for the default",
@@ -252,6 +258,18 @@ def test_what_has_no_effect_is_said_once(more: dict[str, object], why: str, monk
     assert said == [
         f"fine_grained_offload.max_overhead has no effect: {why}, and nothing is chosen then",
         f"fine_grained_offload.target_saved_bytes has no effect: {why}, and nothing is chosen then",
+    ]
+
+
+def test_an_overhead_that_was_meant_in_per_cent_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(config_module, "warn", said.append)
+    config_module._warn_once.cache_clear()
+    for overhead in (5, 5, 1, 0.05):
+        parse_config({"modules": ["a"], "max_overhead": overhead})
+    assert said == [
+        "fine_grained_offload.max_overhead is a fraction: 5.0 lets compute wait for 500% of the time that a step takes; "
+        "five per cent is 0.05"
     ]
 
 
