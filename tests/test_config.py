@@ -268,8 +268,8 @@ def test_an_overhead_that_was_meant_in_per_cent_is_said_once(monkeypatch: pytest
     for overhead in (5, 5, 1, 0.05):
         parse_config({"modules": ["a"], "max_overhead": overhead})
     assert said == [
-        "fine_grained_offload.max_overhead is a fraction: 5.0 lets compute wait for 500% of the time that a step takes; "
-        "five per cent is 0.05"
+        "fine_grained_offload.max_overhead is a fraction: 5.0 lets compute wait for 500% of the time that a step "
+        "takes; five per cent is 0.05"
     ]
 
 

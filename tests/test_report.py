@@ -135,8 +135,8 @@ def test_what_is_said_of_a_rank() -> None:
         (
             [replace(BUSY, recomputed_calls=1)],
             f"unit x: {human(BUSY.offloaded_bytes)} were moved that a checkpoint around makes again in backward all "
-            'the same; to move what the checkpoints keep, select what is around them, such as "model" in a Hugging Face '
-            "decoder",
+            'the same; to move what the checkpoints keep, select what is around them, such as "model" in a Hugging '
+            "Face decoder",
         ),
         (
             [BUSY, replace(BUSY, unseen_checkpoints=2)],
