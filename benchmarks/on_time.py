@@ -317,13 +317,14 @@ def stalls(attachment: ds_fgoffload.Attachment | None) -> Iterator[Stalls | None
 
 def choose(arguments: argparse.Namespace) -> list[modes.Mode]:
     """The modes to run, in the table's order; plain training always where all else is compared with it."""
-    sections = dict(settings.OURS)
+    only_if_asked_for = settings.RECOMPUTED[arguments.model]
+    sections = {**settings.OURS, **only_if_asked_for}
     for setting in arguments.setting:
         name, _, section = setting.partition("=")
         sections[name] = json.loads(section)
     available = settings.table(sections)
     if not arguments.modes:
-        return [mode for name, mode in available.items() if name not in settings.OPTIONAL]
+        return [mode for name, mode in available.items() if name not in {*settings.OPTIONAL, *only_if_asked_for}]
     patterns = [*arguments.modes, *([] if arguments.steps else ["plain"])]
     wanted = {name for pattern in patterns for name in available if fnmatch.fnmatchcase(name, pattern)}
     unknown = [p for p in arguments.modes if not any(fnmatch.fnmatchcase(name, p) for name in available)]

@@ -29,6 +29,28 @@ OURS: dict[str, dict[str, Any]] = {
 }
 """Sections of ours by the mode's name; ``modules`` are SELECTED unless a section has its own."""
 
+_MOE_RECOMPUTED = [
+    "layers.*.input_layernorm",
+    "layers.*.post_attention_layernorm",
+    "layers.*.self_attn.*_norm",
+    "norm",
+    "layers.*.mlp.experts.act",
+    "layers.*.mlp.shared_experts.act",
+]
+_DENSE_RECOMPUTED = ["layers.*.attn_norm", "layers.*.mlp_norm", "norm", "layers.*.mlp.act_fn"]
+RECOMPUTED: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek": {
+        "recomputed norms and act": {"modules": [], "recompute": _MOE_RECOMPUTED},
+        "recomputed norms and act, the rest offloaded": {"recompute": _MOE_RECOMPUTED},
+        "7 GiB offloaded": {"target_saved_bytes": "7GiB"},
+    },
+    "llama8b": {
+        "recomputed norms and act": {"modules": [], "recompute": _DENSE_RECOMPUTED},
+        "recomputed norms and act, the rest offloaded": {"recompute": _DENSE_RECOMPUTED},
+    },
+}
+"""Sections with units under ``recompute``, by model, and what frees as much by offload alone; only when asked for."""
+
 SEVERAL_GPUS: dict[str, dict[str, Any]] = {
     "almost free": {"release_pipeline_buffers": True},
     "everything": {"policy": "all", "release_pipeline_buffers": True},

@@ -62,26 +62,6 @@ def host_time(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def pipeline(figures: dict[str, Any]) -> list[str]:
-    """Memory and time of each stage."""
-    arguments = figures["arguments"]
-    names = {"plain": "without", "offloaded": "with", "offloaded_and_buffers": "with, and `release_pipeline_buffers`"}
-    lines = [
-        f"**Pipeline.** `PipelineEngine` on two {figures['device']}, ZeRO-1, bf16, {arguments['layers']} decoder layers of hidden 4096, {arguments['micro_batches']} micro-batches of {arguments['length']} tokens, `modules: {json.dumps(arguments['modules'])}`:",
-        "",
-        "| stage | | max reserved, GiB | max allocated, GiB | step, median (min to max) | moved per step, GiB | compute stalled, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for stage, modes in enumerate(figures["stages"]):
-        for key, name in names.items():
-            mode = modes[key]
-            moved, stalled = moved_and_stalled(mode, mode.get("offloaded_bytes"))
-            lines.append(
-                f"| {stage} | {name} | {mode['max_reserved_gib']:.1f} | {mode['max_allocated_gib']:.1f} | {spread(mode)} | {moved} | {stalled} |"
-            )
-    return lines
-
-
 def moved_and_stalled(mode: dict[str, Any], moved_bytes: int | None) -> tuple[str, str]:
     """GiB and ms; a dash for what the mode does not tell."""
     moved = "-" if moved_bytes is None else f"{moved_bytes / GIB:.1f}"
@@ -129,10 +109,11 @@ def on_time(figures: dict[str, Any], *, reads: bool = False) -> list[str]:
         if name.endswith(READS) == reads and name not in modes  # a mode that failed in a later round has figures
     }
     with_reads = ", a blocking read in every router" if reads else ""
+    allocator = "" if figures["allocator"] == "default" else f", allocator `{figures['allocator']}`"
     activations_gib = figures["activations_gib"]
     peak = f" Activations at the peak of plain training: {activations_gib:.1f} GiB." if activations_gib else ""
     return [
-        f"**{STACKS[arguments['model']]}**, {figures['parameters'] / 1e9:.1f}B parameters, bf16, {arguments['length']} tokens, forward and backward, one {figures['device']}{with_reads}.{peak} Offloaded: `{json.dumps(figures['selected'])}`.",
+        f"**{STACKS[arguments['model']]}**, {figures['parameters'] / 1e9:.1f}B parameters, bf16, {arguments['length']} tokens, forward and backward, one {figures['device']}{with_reads}{allocator}.{peak} Offloaded: `{json.dumps(figures['selected'])}`.",
         "",
         "| | max reserved, GiB | freed, GiB | step, median (min to max) | added | moved, GiB | stalled, ms | late reloads | pinned, GiB | losses, gradients equal |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -241,10 +222,8 @@ def readme() -> str:
         figures = load("on_time_deepseek")
         parts += [*on_time(figures), "", source(figures), "", f"![memory freed against time added]({PLOT})", ""]
     for name, lines in (
-        ("core", core),
-        ("pipeline", pipeline),
+        ("on_time_2gpu_pipeline", two_gpus),
         ("checkpoint_inputs", checkpoint_inputs),
-        ("checkpoint_inputs_small_vocabulary", checkpoint_inputs),
         ("host_time", host_time),
     ):
         figures = load(name)
@@ -254,10 +233,12 @@ def readme() -> str:
 
 
 def more() -> str:
-    """What stands between the markers of docs/benchmarks.md: runs that are there, none of which is in the README."""
+    """What stands between the markers of docs/benchmarks.md: runs that are there, but for those in the README."""
     parts: list[str] = []
     for name in sorted(p.stem for p in RESULTS.glob("on_time_*.json")):
         figures = load(name)
+        if name == "on_time_2gpu_pipeline":
+            continue
         if "ranks" in figures:
             tables = [two_gpus(figures)]
         elif figures["arguments"]["steps"]:
@@ -266,9 +247,12 @@ def more() -> str:
             found = {key.endswith(READS) for key in figures["modes"]}
             tables = [on_time(figures, reads=reads) for reads in (False, True) if reads in found]
             if name == "on_time_deepseek" and False in found:
-                tables.pop(0)  # the README has it
+                tables.pop(0)
         for lines in tables:
             parts += [*lines, "", source(figures), ""]
+    if is_there("core"):
+        figures = load("core")
+        parts += [*core(figures), "", source(figures), ""]
     return "".join(f"{line}\n" for line in parts)
 
 
