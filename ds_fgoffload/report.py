@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -172,17 +172,25 @@ def _idle_units(ranks: Sequence[RankCounts]) -> list[str]:
     for counts in ranks:
         for name, stats in counts.offload.units.items():
             units.setdefault(name, []).append(stats)
-    faults: dict[str, list[str]] = {}
+    faults: dict[_Fault, list[str]] = {}
     for name, all_stats in units.items():
         for fault in _faults(all_stats):
             faults.setdefault(fault, []).append(name)
     return [
-        f"unit{'' if len(names) == 1 else 's'} {', '.join(map(shown, families(names)))}{fault}"
+        f"unit{'' if len(names) == 1 else 's'} {', '.join(map(shown, families(names)))}"
+        f"{fault.of_one if len(names) == 1 else fault.of_several}"
         for fault, names in faults.items()
     ]
 
 
-def _faults(all_stats: Sequence[UnitStats]) -> list[str]:
+class _Fault(NamedTuple):
+    """What follows the name of a unit, or the names of several."""
+
+    of_one: str
+    of_several: str
+
+
+def _faults(all_stats: Sequence[UnitStats]) -> list[_Fault]:
     """What is to be said of a unit, given its counts on every rank that has it."""
     found = []
     saved = sum(stats.saved_bytes for stats in all_stats)
@@ -190,39 +198,50 @@ def _faults(all_stats: Sequence[UnitStats]) -> list[str]:
     held = sum(stats.held_bytes for stats in all_stats)
     skipped = sum((stats.skipped for stats in all_stats), Counter[str]())
     if any(stats.unseen_checkpoints for stats in all_stats):
-        found.append(
-            ": deepspeed.checkpointing keeps its inputs where no hook sees them; use "
+        unseen = (
+            ": deepspeed.checkpointing keeps {} inputs where no hook sees them; use "
             "torch.utils.checkpoint.checkpoint with use_reentrant=False instead"
         )
+        found.append(_Fault(unseen.format("its"), unseen.format("their")))
     if offloaded and any(stats.recomputed_calls for stats in all_stats):
-        found.append(
+        made_again = (
             f": {human(offloaded)} were moved that a checkpoint around makes again in backward all the same; to move "
             'what the checkpoints keep, select what is around them, such as "model" in a Hugging Face decoder'
         )
+        found.append(_Fault(made_again, made_again))
     found += _faults_of_recomputation(all_stats)
     if any(stats.compiled for stats in all_stats):
-        found.append(" saved nothing: it lies in a module that torch.compile has compiled")
+        compiled = " saved nothing: {} in a module that torch.compile has compiled"
+        found.append(_Fault(compiled.format("it lies"), compiled.format("they lie")))
     elif not any(stats.calls for stats in all_stats):
-        why = (
-            "it was only called in reentrant checkpoints (use_reentrant=False offloads instead of recomputing)"
+        uncalled = " saved nothing: {} " + (
+            "only called in reentrant checkpoints (use_reentrant=False offloads instead of recomputing)"
             if any(stats.recomputed_calls for stats in all_stats)
-            else "it was never called with gradients enabled, or only by compiled code"
+            else "never called with gradients enabled, or only by compiled code"
         )
-        found.append(f" saved nothing: {why}")
+        found.append(_Fault(uncalled.format("it was"), uncalled.format("they were")))
     elif not saved and not any(stats.recompute for stats in all_stats):
-        why = ", ".join(f"{reason} {n}" for reason, n in skipped.items()) or "nothing in it saves tensors for backward"
         remedy = "; storages below min_tensor_bytes stay: lower it" if skipped[TOO_SMALL] else ""
-        found.append(f" saved nothing that may be offloaded ({why}){remedy}")
+        reasons = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
+        whys = [reasons or f"nothing in {unit} saves tensors for backward" for unit in ("it", "them")]
+        found.append(_Fault(*(f" saved nothing that may be offloaded ({why}){remedy}" for why in whys)))
     elif offloaded and held == offloaded:
-        found.append(" freed nothing: something else held every storage until backward")
+        freed = " freed nothing: something else held every storage until backward"
+        found.append(_Fault(freed, freed))
     return found
 
 
-def _faults_of_recomputation(all_stats: Sequence[UnitStats]) -> list[str]:
+def _faults_of_recomputation(all_stats: Sequence[UnitStats]) -> list[_Fault]:
     refusal = next((stats.recompute_refused for stats in all_stats if stats.recompute_refused), "")
     if refusal:
-        return [f" is not recomputed: {refusal}"]
+        return [_Fault(f" is not recomputed: {refusal}", f" are not recomputed: {refusal}")]
     if any(stats.recompute and stats.calls and not stats.recomputations for stats in all_stats):
-        why = "it lies in another unit under recompute, or backward needs nothing that it gives"
-        return [f" was never recomputed: somebody else (a checkpoint, say) takes what it saves, {why}"]
+        return [
+            _Fault(
+                " was never recomputed: somebody else (a checkpoint, say) takes what it saves, it lies in another unit "
+                "under recompute, or backward needs nothing that it gives",
+                " were never recomputed: somebody else (a checkpoint, say) takes what they save, they lie in other "
+                "units under recompute, or backward needs nothing that they give",
+            )
+        ]
     return []

@@ -266,7 +266,7 @@ def test_what_moves(kind: str, place: str, warnings: Callable[[], list[str]]) ->
     assert ("unit (whole model): deepspeed.checkpointing keeps its inputs where no hook sees them" in report) == unseen
     idle = abbreviated(cell.idle_units)
     assert (f": {idle}: nothing is offloaded of units inside" in said) == bool(idle)
-    assert (f"{idle} saved nothing: it was only called in reentrant checkpoints" in report) == bool(idle)
+    assert (f"{idle} saved nothing: they were only called in reentrant checkpoints" in report) == bool(idle)
     offload.detach()
 
 

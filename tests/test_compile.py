@@ -221,7 +221,7 @@ def test_a_unit_inside_compiled_code_is_named(
     names = modules.replace("*", "{0,1}")
     (warning,) = warnings()
     assert f"{names}: {WARNING}" in warning
-    assert f"units {names} saved nothing: it lies in a module that torch.compile has compiled" in offload.report()
+    assert f"units {names} saved nothing: they lie in a module that torch.compile has compiled" in offload.report()
     offload.detach()
 
 
@@ -229,7 +229,7 @@ def test_a_wrapper_made_after_attaching_is_not_seen_but_its_units_are_reported(w
     offload = compare(wrapped, "eager", ["blocks.*"], compiled_first=False)
     assert offload.stats().saved_bytes == 0
     assert warnings() == []
-    assert "units blocks.{0,1} saved nothing: it was never called with gradients enabled, or" in offload.report()
+    assert "units blocks.{0,1} saved nothing: they were never called with gradients enabled, or" in offload.report()
     offload.detach()
 
 
@@ -256,7 +256,7 @@ def test_wrapped_blocks(backend: str, warnings: Any) -> None:
     offload.detach()
     inside = ds_fgoffload.attach(each_block_wrapped(make(), backend), {"modules": ["*.mlp"]})
     assert len(warnings()) == 1
-    assert "units blocks.{0,1}._orig_mod.mlp saved nothing: it lies in a module that" in inside.report()
+    assert "units blocks.{0,1}._orig_mod.mlp saved nothing: they lie in a module that" in inside.report()
     inside.detach()
 
 

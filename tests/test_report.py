@@ -108,9 +108,39 @@ def test_units_with_the_same_fault_share_a_line() -> None:
     units = {**dict.fromkeys([f"layers.{n}.act" for n in range(32)], BARE), "head": BARE, "norm": SMALL}
     said = [line for line in remarks(render([counts(0, **units)])) if line.startswith("unit")]
     assert said == [
-        "units layers.{0..31}.act, head saved nothing that may be offloaded (nothing in it saves tensors for backward)",
+        "units layers.{0..31}.act, head saved nothing that may be offloaded "
+        "(nothing in them saves tensors for backward)",
         "unit norm saved nothing that may be offloaded (too_small 4, parameter 1)" + LOWER_IT,
     ]
+
+
+@pytest.mark.parametrize(
+    ("stats", "said"),
+    [
+        (UnitStats(), "saved nothing: they were never called with gradients enabled, or only by compiled code"),
+        (
+            UnitStats(recomputed_calls=1),
+            "saved nothing: they were only called in reentrant checkpoints "
+            "(use_reentrant=False offloads instead of recomputing)",
+        ),
+        (UnitStats(compiled=True), "saved nothing: they lie in a module that torch.compile has compiled"),
+        (UnitStats(recompute_refused="lots are drawn"), "are not recomputed: lots are drawn"),
+        (
+            UnitStats(calls=1, recompute=True),
+            "were never recomputed: somebody else (a checkpoint, say) takes what they save, they lie in other units "
+            "under recompute, or backward needs nothing that they give",
+        ),
+    ],
+)
+def test_of_several_units_is_spoken_in_the_plural(stats: UnitStats, said: str) -> None:
+    text = render([counts(0, a=stats, b=stats)])
+    assert f"units a, b {said}" in remarks(text)
+
+
+def test_checkpoints_that_no_hook_sees_keep_the_inputs_of_several_units() -> None:
+    unseen = replace(BUSY, unseen_checkpoints=1)
+    text = render([counts(0, a=unseen, b=unseen)])
+    assert "units a, b: deepspeed.checkpointing keeps their inputs where no hook sees them" in text
 
 
 def test_what_is_said_of_a_rank() -> None:
