@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,37 +19,21 @@ from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section,
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.hooks import ModuleHooks, recomputer_of
-from ds_fgoffload.messages import rank, warn, warn_here
+from ds_fgoffload.messages import printable, rank, show, warn, warn_here
 from ds_fgoffload.offloader import Offloader
 from ds_fgoffload.plan import Action, Plan
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPoolSettings, host_pool
 from ds_fgoffload.report import RankCounts, render
-from ds_fgoffload.stats import OffloadStats, RoundStats, UnitStats, total
+from ds_fgoffload.stats import OffloadStats
 from ds_fgoffload.step_file import StepFile
 from ds_fgoffload.step_log import StepLog
 from ds_fgoffload.streams import accelerator_device
+from ds_fgoffload.tally import Tally
 from ds_fgoffload.told import plan_told
 from ds_fgoffload.transfer import transfer_on
 
 _ATTRIBUTE = "_ds_fgoffload"
-_tallies: list[Tally] = []
-
-
-class Tally:
-    """What an attachment has counted; stays when the attachment is gone, and keeps no engine alive."""
-
-    def __init__(self, attachment: Attachment, units: Mapping[str, UnitStats], rounds: RoundStats) -> None:
-        self._attachment = weakref.ref(attachment)
-        self._units = units
-        self._rounds = rounds
-
-    def counts(self, rank: int) -> RankCounts:
-        """The counts of now, or of the attachment's end."""
-        attachment = self._attachment()
-        if attachment is not None:
-            return attachment.counts(rank)
-        return RankCounts(rank, total(self._units, 0, self._rounds), host_pool().stats())
 
 
 class Attachment:
@@ -99,13 +83,16 @@ class Attachment:
         self._log = StepLog(config.report_after_steps)
         if config.enabled:
             adapter.after_step(lambda: _call_if_there(itself(), Attachment._step_taken))
-        _tallies.append(Tally(self, self._offloader.unit_stats, self._offloader.rounds))
+        self._account = pool_user.account
+        self._tally = Tally(self, self._offloader.unit_stats, self._offloader.rounds, self._account)
 
     def stats(self) -> OffloadStats:
         """Counts of this rank since attaching, also after :meth:`detach`."""
         if self._recomputer is not None:
             self._recomputer.read_cost()
-        return self._offloader.stats()
+        stats = self._offloader.stats()
+        stats.peak_host_bytes = self._account.peak_leased_bytes
+        return stats
 
     def counts(self, rank: int) -> RankCounts:
         """What this rank, which the caller calls ``rank``, has to tell."""
@@ -118,9 +105,21 @@ class Attachment:
     def report(self, *, expand: bool = False) -> str:
         """The table of all ranks. Collective: every rank that has the engine must call it, and each gets the table.
 
-        Modules that differ by their layer's number are one row; ``expand`` gives each unit of each rank a row.
+        Modules that differ by their layer's number are one row; ``expand`` gives each unit of each rank a row. It is
+        in ASCII if the encoding of the standard output holds no more.
         """
-        return render(self._gather(), expand=expand)
+        return printable(render(self._gather(), expand=expand))
+
+    def print_report(self) -> None:
+        """Rank 0 prints :meth:`report`, as far as the standard output can. Collective, too; it never raises for that.
+
+        ``ds_fgoffload.run`` does not print the same table again.
+        """
+        ranks = self._gather()
+        if rank() == 0:
+            show(render(ranks))
+        if rank() == 0 or len(ranks) > 1:  # else nobody has seen this rank's
+            self._tally.told()
 
     def record(self, path: str | Path, *, title: str | None = None) -> None:
         """Has the whole of the next step recorded: when each storage was saved, copied, released and used.
@@ -182,9 +181,7 @@ class Attachment:
         counts = self.counts(0)
         self._adapter.monitor(self._log.step_taken(counts))
         if self._log.report_is_due:
-            text = self.report()
-            if rank() == 0:
-                print(text)  # noqa: T201 - asked for by report_after_steps
+            self.print_report()
 
     def _gather(self) -> list[RankCounts]:
         return [replace(counts, rank=number) for number, counts in enumerate(self._adapter.gather(self.counts(0)))]
@@ -206,9 +203,8 @@ def attach(
     """
     adapter = adapt(target)
     if get(target) is not None:
-        msg = (
-            f"offloading is attached to this {type(target).__name__} already: call detach() on ds_fgoffload.get() first"
-        )
+        name = type(target).__name__
+        msg = f"offloading is attached to this {name} already: call ds_fgoffload.get(model).detach() first"
         raise OffloadStateError(msg)
     section = adapter.section() if config is None else _section_of(config)
     if section is None:
@@ -224,11 +220,6 @@ def attach(
 def get(target: nn.Module) -> Attachment | None:
     """The attachment of ``target``, or None."""
     return target.__dict__.get(_ATTRIBUTE)
-
-
-def tallies() -> Sequence[Tally]:
-    """One for each attachment that this process has made, in that order."""
-    return _tallies
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

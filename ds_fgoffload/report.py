@@ -152,7 +152,7 @@ def _remarks(ranks: Sequence[RankCounts]) -> list[str]:
         pool = counts.pool
         remarks.append(
             f"rank {counts.rank}: host pool {human(pool.pinned_bytes)} pinned, "
-            f"peak {human(pool.peak_leased_bytes)} leased, limit {human(pool.limit_bytes)}; "
+            f"peak {human(counts.offload.peak_host_bytes)} leased, limit {human(pool.limit_bytes)}; "
             f"{human(counts.offload.live_host_bytes)} on the host now"
         )
         if counts.offload.skipped:

@@ -4,8 +4,9 @@
 does the rest. Works as well under ``torchrun -m`` and ``accelerate launch -m``. A module is run with
 ``ds_fgoffload.run -m package.module ...``.
 
-When the script has ended, rank 0 prints the report. ``DS_FGOFFLOAD_STATS_JSON`` may name a file that then gets the
-counts of all ranks, a dictionary for each rank of each engine.
+When the script has ended, rank 0 prints the report; a rank whose script fails prints its own counts, as the others may
+be gone. An error in the section is told in a sentence, without a traceback; the exit code is 2 then.
+``DS_FGOFFLOAD_STATS_JSON`` may name a file for the counts of all ranks, a dictionary for each rank of each engine.
 """
 
 from __future__ import annotations
@@ -17,18 +18,29 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed
 from deepspeed.utils import logger
 
 from ds_fgoffload import api
+from ds_fgoffload.errors import OffloadConfigError
+from ds_fgoffload.messages import NOTHING_OFFLOADED, show
+from ds_fgoffload.messages import rank as rank_now
 from ds_fgoffload.report import render
-from ds_fgoffload.script import UserScript
+from ds_fgoffload.script import NoScriptError, UserScript
+from ds_fgoffload.tally import tallies
 
 STATS_FILE_VARIABLE = "DS_FGOFFLOAD_STATS_JSON"
 _PATIENCE = timedelta(minutes=5)
 _USAGE = "usage: deepspeed --module ds_fgoffload.run [-m package.module | script.py] [arguments of the script]"
+_HELP = f"""{_USAGE}
+
+Runs a training script with the fine_grained_offload section of its DeepSpeed configuration, and prints the report when
+the script has ended. The script needs no change. torchrun -m and accelerate launch -m will do as well as deepspeed.
+
+{STATS_FILE_VARIABLE}=FILE   the counts of all ranks are written to FILE, as JSON
+"""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -36,14 +48,23 @@ def main(arguments: Sequence[str]) -> None:
     board = _Board()
     script = UserScript.of(arguments)
     if script is None:
-        sys.exit(_USAGE)
+        if {"-h", "--help"} & {next((word for word in arguments if not word.startswith("--local")), "")}:
+            show(_HELP)
+            sys.exit(0)
+        _fail(_USAGE)
 
     def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         made = api.initialize_with(original, *args, **kwargs)
         board.find()
         return made
 
-    script.run(initialize)
+    try:
+        script.run(initialize)
+    except BaseException as error:
+        _tell_own(error)
+        if isinstance(error, OffloadConfigError | NoScriptError):
+            _fail(f"error: {error}")
+        raise
     _tell(board)
 
 
@@ -81,20 +102,40 @@ class _Board:
 
 
 def _tell(board: _Board) -> None:
-    mine = [tally.counts(board.rank) for tally in api.tallies()]
+    mine = [(tally.counts(board.rank), tally.has_news) for tally in tallies()]
     ranks = board.gather(mine)
     if board.rank:
         return
     if not mine:
-        logger.warning(
-            "fine_grained_offload: nothing was offloaded, since no engine was made with a fine_grained_offload section"
-        )
-    engines = list(zip(*ranks, strict=False))
-    for engine in engines:
-        print(render(engine))  # noqa: T201 - the user asked for it by starting this module
+        logger.warning(NOTHING_OFFLOADED)
+    engines = []
+    for told in zip(*ranks, strict=False):
+        engine, news = zip(*told, strict=True)
+        engines.append(engine)
+        if any(news):
+            show(render(engine))
     if path := os.environ.get(STATS_FILE_VARIABLE):
         counts = [{"engine": i, **rank.as_dict()} for i, engine in enumerate(engines) for rank in engine]
         Path(path).write_text(json.dumps(counts, indent=2), encoding="utf-8")
+
+
+def _tell_own(error: BaseException) -> None:
+    """The script has failed: what this rank has counted, and asks nobody else for."""
+    try:
+        for tally in tallies():
+            if tally.has_news and not tally.is_empty:
+                own = tally.counts(rank_now())
+                head = (
+                    f"fine_grained_offload: rank {own.rank} ends by {type(error).__name__}; its own counts until then:"
+                )
+                show(f"{head}\n{render([own])}")
+    except Exception as another:  # noqa: BLE001 - on a device that has failed, say; what the script raised counts
+        logger.warning(f"fine_grained_offload: no counts, as {type(another).__name__} was raised: {another}")
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"{message}\n")
+    raise SystemExit(2) from None
 
 
 def _key(rank: int) -> str:

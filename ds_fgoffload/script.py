@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import deepspeed
 
+from ds_fgoffload.errors import OffloadStateError
+
 Engine: TypeAlias = tuple[Any, Any, Any, Any]
 Initialize: TypeAlias = Callable[..., Engine]
 """Is given the original ``deepspeed.initialize``, then what the script called it with; returns what that returns."""
+
+
+class NoScriptError(OffloadStateError):
+    """There is no such script."""
 
 
 class UserScript(NamedTuple):
@@ -42,19 +49,43 @@ class UserScript(NamedTuple):
         return cls(rest[0], launcher_arguments + rest[1:], as_module)
 
     def run(self, initialize: Initialize) -> None:
-        """Returns when the script has ended, also by ``sys.exit(0)``; what it raises otherwise is raised."""
+        """Returns when the script has ended, also by ``sys.exit(0)``; what it raises otherwise is raised.
+
+        Raises:
+            NoScriptError: there is nothing to run.
+        """
         with initialize_replaced(initialize):
             sys.argv = [self.target, *self.arguments]
             try:
                 if self.as_module:
                     sys.path[0] = ""
+                    self._look_for_module()
                     runpy.run_module(self.target, run_name="__main__", alter_sys=True)
                 else:
+                    self._look_for_file()
                     sys.path[0] = str(Path(self.target).resolve().parent)
                     runpy.run_path(self.target, run_name="__main__")
             except SystemExit as exit_:
                 if exit_.code not in (None, 0):
                     raise
+
+    def _look_for_file(self) -> None:
+        if not Path(self.target).exists():
+            raise NoScriptError(
+                f"there is no script {self.target} in {Path.cwd()}: give the path of one, or -m package.module"
+            )
+
+    def _look_for_module(self) -> None:
+        try:
+            found = importlib.util.find_spec(self.target) is not None
+        except ModuleNotFoundError as error:
+            if not f"{self.target}.".startswith(f"{error.name}."):
+                raise  # the package is there, but lacks something that it imports
+            found = False
+        if not found:
+            raise NoScriptError(
+                f"there is no module {self.target}, as seen from {Path.cwd()}: give the name of one, or a script's path"
+            )
 
 
 @contextmanager

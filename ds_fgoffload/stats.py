@@ -146,10 +146,22 @@ class OffloadStats:
     recompute_ms: float = 0.0
     live_host_bytes: int = 0
     """Bytes on lease from the host pool at this moment, for graphs that are still alive."""
+    peak_host_bytes: int = 0
+    """Most bytes that this attachment had on lease at once."""
     skipped: Counter[str] = field(default_factory=Counter)
     rounds: RoundStats = field(default_factory=RoundStats)
     units: dict[str, UnitStats] = field(default_factory=dict)
     """By the unit's name in ``named_modules()``; a unit that was never called is there with zeros."""
+
+
+def counted(units: Mapping[str, UnitStats]) -> list[int]:
+    """Each unit's whole numbers, which change with all that is counted but times: those are read later."""
+    return [
+        number
+        for unit in units.values()
+        for key, number in vars(unit).items()
+        if type(number) is int and not key.startswith("timed_")
+    ]
 
 
 def shown(unit: str) -> str:

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import pickle
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -227,7 +228,10 @@ def test_a_disabled_section_attaches_and_offloads_nothing(net: Net) -> None:
 def test_attaching_twice_is_refused_and_detaching_twice_is_harmless(net: Net) -> None:
     before = hooks(net)
     offload = ds_fgoffload.attach(net, SECTION)
-    with pytest.raises(OffloadStateError, match="offloading is attached to this Net already: call detach"):
+    with pytest.raises(
+        OffloadStateError,
+        match=r"attached to this Net already: call ds_fgoffload\.get\(model\)\.detach\(\) first",
+    ):
         ds_fgoffload.attach(net, SECTION)
     assert ds_fgoffload.get(net) is offload
     assert hooks(net) != before
@@ -283,6 +287,28 @@ def test_an_attachment_goes_with_what_it_is_attached_to(to: str) -> None:
     gc.collect()
     assert [ref() for ref in watched] == [None, None]
     assert ds_fgoffload.host_pool().stats().pinned_bytes == 0
+
+
+def test_an_attachment_tells_its_own_peak_of_the_pool(net: Net) -> None:
+    peaks = []
+    for trains in (True, False):
+        offload = ds_fgoffload.attach(net, SECTION)
+        if trains:
+            gradients(net)
+        peaks.append(offload.stats().peak_host_bytes)
+        assert ("peak 0 B leased" in offload.report()) is not trains
+        offload.detach()
+        assert offload.stats().peak_host_bytes == peaks[-1]
+    assert peaks[0] >= 2 * BLOCK_BYTES
+    assert peaks[1] == 0
+
+
+def test_the_report_can_be_printed_where_it_is_asked_for(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = ds_fgoffload.attach(net, SECTION)
+    assert "│" in offload.report()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    print(offload.report())
+    offload.detach()
 
 
 def test_the_last_of_two_users_of_the_pool_frees_it(net: Net) -> None:

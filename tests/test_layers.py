@@ -15,7 +15,7 @@ LAYERS = {
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
     "commands commands.inspect commands.inspect_view commands.doctor commands.top",
-    6: "report step_log step_file page chrome_trace checkpoints "
+    6: "report tally step_log step_file page chrome_trace checkpoints "
     "adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks watcher",
     4: "offloader open_calls packing recompute",
@@ -60,6 +60,7 @@ BESIDE = {
     "order": {"plan"},
     "aliases": {"families"},
     "step_log": {"report"},
+    "tally": {"report"},
     "config": {"errors", "messages", "sizes"},
 }
 """What a module may import of its own layer."""

@@ -45,7 +45,9 @@ LOWER_IT = "; storages below min_tensor_bytes stay: lower it"
 
 
 def counts(rank: int = 0, live_host_bytes: int = 0, **units: UnitStats) -> RankCounts:
-    return RankCounts(rank, total(units, live_host_bytes), POOL)
+    stats = total(units, live_host_bytes)
+    stats.peak_host_bytes = 5 * MIB
+    return RankCounts(rank, stats, POOL)
 
 
 def table(text: str) -> list[list[str]]:
@@ -146,9 +148,9 @@ def test_checkpoints_that_no_hook_sees_keep_the_inputs_of_several_units() -> Non
 def test_what_is_said_of_a_rank() -> None:
     text = render([counts(0, live_host_bytes=3 * KIB, a=BUSY), counts(7, a=HALF_HELD)])
     assert remarks(text) == [
-        "rank 0: host pool 16.0 MiB pinned, peak 12.0 MiB leased, limit 4.0 GiB; 3.0 KiB on the host now",
+        "rank 0: host pool 16.0 MiB pinned, peak 5.0 MiB leased, limit 4.0 GiB; 3.0 KiB on the host now",
         "rank 0: saved tensors left on the device, by reason: host_full 3, parameter 12",
-        "rank 7: host pool 16.0 MiB pinned, peak 12.0 MiB leased, limit 4.0 GiB; 0 B on the host now",
+        "rank 7: host pool 16.0 MiB pinned, peak 5.0 MiB leased, limit 4.0 GiB; 0 B on the host now",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ import torch.distributed
 from deepspeed.utils import logger
 from distributed import one_rank
 
-from ds_fgoffload import api, run
+from ds_fgoffload import run, tally
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -187,7 +188,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Lets scripts change what they like; returns the file that gets the counts."""
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(api, "_tallies", [])
+    monkeypatch.setattr(tally, "_tallies", [])
     monkeypatch.setenv(run.STATS_FILE_VARIABLE, str(tmp_path / "stats.json"))
     return tmp_path / "stats.json"
 
@@ -264,10 +265,154 @@ def test_a_module_is_found_from_the_working_directory(
     assert argv == [str(script), "--local-rank=0", "-x"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--local_rank=0"], ["-m"], ["--help"], ["-m", "--local_rank=0"]])
-def test_without_a_script_there_is_a_usage_line(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="usage: deepspeed --module"):
+@pytest.mark.parametrize("arguments", [[], ["--local_rank=0"], ["-m"], ["-x"], ["-m", "--local_rank=0"]])
+def test_without_a_script_there_is_a_usage_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(arguments) == 2
+    assert capsys.readouterr().err.startswith("usage: deepspeed --module")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--local_rank=0", "--help"]])
+def test_help_is_no_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("usage: deepspeed --module")
+    assert run.STATS_FILE_VARIABLE in said.out
+    assert said.err == ""
+
+
+def ends(arguments: list[str]) -> object:
+    """The exit code."""
+    with pytest.raises(SystemExit) as raised:
         run.main(arguments)
+    return raised.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nosuch.py"], "error: there is no script nosuch.py in {}: give the path of one, or -m package.module"),
+        (
+            ["-m", "no_such"],
+            "error: there is no module no_such, as seen from {}: give the name of one, or a script's path",
+        ),
+        (
+            ["-m", "no.such"],
+            "error: there is no module no.such, as seen from {}: give the name of one, or a script's path",
+        ),
+        (
+            ["-m", "json.such"],
+            "error: there is no module json.such, as seen from {}: give the name of one, or a script's path",
+        ),
+    ],
+)
+def test_a_script_that_is_not_there_is_told_in_a_sentence(
+    in_this_process: Path, monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(in_this_process.parent)
+    original = deepspeed.initialize
+    assert ends(arguments) == 2
+    assert capsys.readouterr().err == said.format(in_this_process.parent) + "\n"
+    assert deepspeed.initialize is original
+
+
+def test_a_module_that_lacks_an_import_fails_as_it_fails(
+    write: Callable[..., Path], in_this_process: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = write("lacking/__init__.py", "import no_such_package_anywhere")
+    write("lacking/train.py", "")
+    monkeypatch.chdir(script.parent.parent)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_anywhere"):
+        run.main(["-m", "lacking.train"])
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"modules": ["fc3"], "min_tensor_bytes": 0}, 'pattern "fc3" matches no module'),
+        ({"module": ["fc2"]}, "module"),
+    ],
+)
+def test_an_error_in_the_section_is_told_in_a_sentence(
+    write: Callable[..., Path], in_this_process: Path, rank: None, config: Path, capsys, section: Any, said: str
+) -> None:
+    config.write_text(json.dumps({**CONFIG, "fine_grained_offload": section}))
+    script = write("script.py", TRAINING, "train(deepspeed.initialize, config)")
+    assert ends([str(script), "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    last = error[error.index("error: ") :]
+    assert said in last
+    assert "Traceback" not in error
+
+
+FAILS = """
+    engine = train(deepspeed.initialize, config)
+    engine(torch.ones(2, 4))
+    raise torch.OutOfMemoryError("no more")
+"""
+
+
+def test_a_rank_that_fails_tells_its_own_counts_and_asks_nobody(
+    write: Callable[..., Path], in_this_process: Path, rank: None, config: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run._Board, "gather", lambda *_: pytest.fail("the others may be gone"))
+    script = write("script.py", TRAINING, FAILS)
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        run.main([str(script), "--config", str(config)])
+    output = capsys.readouterr().out
+    assert "rank 0 ends by OutOfMemoryError; its own counts until then:\n" in output
+    assert [cell.strip() for cell in row_of("fc2", output)[1:5]] == ["0", "fc2", "2", f"{2 * SAVED_BYTES} B"]
+
+
+def row_of(unit: str, output: str) -> list[str]:
+    return next(line for line in output.splitlines() if f" {unit} " in line).split("│")
+
+
+@pytest.mark.parametrize("fails", ["counting", "nothing was counted"])
+def test_what_the_script_raised_goes_its_way(
+    write: Callable[..., Path],
+    in_this_process: Path,
+    rank: None,
+    config: Path,
+    capsys,
+    warnings,
+    monkeypatch,
+    fails: str,
+) -> None:
+    if fails == "counting":
+        monkeypatch.setattr(tally.Tally, "counts", lambda *_: 1 / 0)
+    steps = int(fails == "counting")
+    script = write(
+        "script.py", TRAINING, f"engine = train(deepspeed.initialize, config, steps={steps})", "raise KeyError(3)"
+    )
+    with pytest.raises(KeyError, match="3"):
+        run.main([str(script), "--config", str(config)])
+    assert "bytes since attaching" not in capsys.readouterr().out
+    told = [line for line in warnings if "no counts, as ZeroDivisionError was raised" in line]
+    assert len(told) == steps
+
+
+@pytest.mark.parametrize(("steps", "times"), [(2, 1), (3, 2)])
+def test_a_report_is_not_printed_again_unless_there_is_more_to_tell(
+    write: Callable[..., Path], in_this_process: Path, rank: None, config: Path, capsys, steps: int, times: int
+) -> None:
+    section = {**SECTION, "report_after_steps": 2}
+    config.write_text(json.dumps({**CONFIG, "fine_grained_offload": section}))
+    script = write("script.py", TRAINING, f"engine = train(deepspeed.initialize, config, steps={steps})")
+    run.main([str(script), "--config", str(config)])
+    assert capsys.readouterr().out.count("bytes since attaching") == times
+    check_counts(json.loads(in_this_process.read_text()), {(0, 0): steps * SAVED_BYTES})
+
+
+def test_where_the_table_cannot_be_printed_it_is_in_ascii(
+    write: Callable[..., Path], in_this_process: Path, rank: None, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    config.write_text(json.dumps({**CONFIG, "fine_grained_offload": {**SECTION, "report_after_steps": 1}}))
+    script = write("script.py", TRAINING, "engine = train(deepspeed.initialize, config, steps=2)")
+    run.main([str(script), "--config", str(config)])
+    sys.stdout.flush()
+    assert output.getvalue().count(b"| fc2       |") == 2
 
 
 @pytest.mark.parametrize(("end", "error"), [("sys.exit(3)", SystemExit), ("raise KeyError(3)", KeyError)])
@@ -291,7 +436,8 @@ def test_a_script_without_the_section_is_told_so(
     script = write("script.py", TRAINING, "train(deepspeed.initialize, config)", end)
     run.main([str(script), "--config", str(config)])
     assert [line for line in warnings if "fine_grained_offload" in line] == [
-        "fine_grained_offload: nothing was offloaded, since no engine was made with a fine_grained_offload section"
+        "fine_grained_offload: nothing was offloaded, since no engine was made with a fine_grained_offload section: "
+        "the section belongs into the configuration that the script gives DeepSpeed"
     ]
     assert json.loads(in_this_process.read_text()) == []
 

@@ -19,6 +19,7 @@ from distributed import Outcome, run_cases
 from torch import nn
 
 from ds_fgoffload.integrations.transformers import OffloadCallback
+from ds_fgoffload.tally import tallies
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -253,3 +254,4 @@ def test_without_deepspeed_the_model_is_attached_to(capsys: pytest.CaptureFixtur
     assert facts["offloaded"] > 0
     assert facts["live"] == 0
     assert "model.layers.{0,1}.mlp" in capsys.readouterr().out
+    assert not tallies()[-1].has_news  # ds_fgoffload.run prints no second table

@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 
 from ds_fgoffload import api
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.messages import rank
 from ds_fgoffload.script import initialize_replaced
 
 
@@ -49,9 +48,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Every rank comes here."""
         if self.attachment is not None:
-            text = self.attachment.report()
-            if rank() == 0:
-                print(text)  # noqa: T201 - what the callback is for
+            self.attachment.print_report()
             self.attachment.detach()
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
