@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
-from collections.abc import Iterator
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -14,6 +19,8 @@ from distributed import one_rank
 from torch import nn
 
 import ds_fgoffload
+from ds_fgoffload import messages, tally
+from ds_fgoffload.script import initialize_replaced
 
 ROWS = 4
 STEP_BYTES = ROWS * 8 * 4
@@ -72,6 +79,122 @@ def test_the_import_puts_offloading_into_deepspeed_and_disable_takes_it_out() ->
     assert deepspeed.initialize is original
     auto.disable()
     assert deepspeed.initialize is original
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of a process in which deepspeed.initialize was not called and nothing attached to, at first."""
+    warnings: list[str] = []
+    monkeypatch.setattr(messages.logger, "warning", warnings.append)
+    monkeypatch.setattr(deepspeed, "dist", None)
+    monkeypatch.setattr(tally, "_tallies", [])
+    monkeypatch.setattr(atexit, "register", ends.append)
+    ends.clear()
+    return warnings
+
+
+ends: list[Callable[[], None]] = []
+"""What the interpreter would call at its end."""
+
+
+@pytest.fixture
+def auto() -> Iterator[Any]:
+    """As if it were imported for the first time."""
+    from ds_fgoffload import auto
+
+    auto.disable()
+    yield auto
+    auto.disable()
+
+
+FIRST = "import ds_fgoffload.auto first, before `from deepspeed import initialize`"
+
+
+def initialize(with_function: Callable[..., Any], section: dict[str, Any] | None) -> None:
+    net = Net()
+    of_section = {} if section is None else {"fine_grained_offload": section}
+    whole = {key: value for key, value in config().items() if key != "fine_grained_offload"} | of_section
+    with_function(model=net, model_parameters=net.parameters(), config=whole)[0].destroy()
+
+
+def test_an_import_after_the_engine_is_told(said: list[str], auto: Any) -> None:
+    initialize(deepspeed.initialize, config()["fine_grained_offload"])
+    auto.enable()
+    assert len(said) == 1
+    assert "imported after deepspeed.initialize was called" in said[0]
+    assert FIRST in said[0]
+
+
+def test_an_import_after_an_engine_that_is_attached_to_is_none(said: list[str], auto: Any) -> None:
+    train(1).destroy()
+    auto.enable()
+    ends[0]()
+    assert said == []
+
+
+def test_an_import_after_the_function_was_taken_is_told(said: list[str], auto: Any, monkeypatch) -> None:
+    script = ModuleType("train_it")
+    script.start = deepspeed.initialize
+    auto.enable()
+    auto.disable()
+    assert said == []
+    monkeypatch.setitem(sys.modules, "train_it", script)
+    auto.enable()
+    assert len(said) == 1
+    assert "train_it took `initialize` from deepspeed before ds_fgoffload.auto was imported" in said[0]
+    assert FIRST in said[0]
+
+
+def test_a_worker_that_imports_the_script_again_says_nothing(said: list[str], auto: Any, monkeypatch) -> None:
+    script = ModuleType("train_it")
+    script.start = deepspeed.initialize
+    monkeypatch.setitem(sys.modules, "train_it", script)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the one that trains")
+    auto.enable()
+    ends[0]()
+    assert said == []
+
+
+def test_the_end_tells_if_nothing_was_offloaded(said: list[str], auto: Any, monkeypatch) -> None:
+    original = deepspeed.initialize
+    auto.enable()
+    (end,) = ends
+    end()
+    assert said == []  # such as a data loader's worker
+    initialize(original, config()["fine_grained_offload"])
+    end()
+    assert len(said) == 1
+    assert messages.NOTHING_OFFLOADED in said[0]
+    assert FIRST in said[0]
+    assert "ds_fgoffload.get(engine)" in said[0]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    end()  # in a fork
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(("section", "times"), [(None, 1), ({"modules": ["fc2"], "min_tensor_bytes": 0}, 0)])
+def test_the_end_is_silent_where_anything_was_attached_to(said: list[str], auto: Any, section, times: int) -> None:
+    auto.enable()
+    initialize(deepspeed.initialize, section)
+    ends[0]()
+    assert len(said) == times
+
+
+def test_the_end_is_silent_after_an_error_that_the_user_reads(said: list[str], auto: Any, monkeypatch) -> None:
+    monkeypatch.setattr(deepspeed, "dist", deepspeed.comm)
+    monkeypatch.setattr(auto, "_warn_if_late", lambda _original: None)
+    auto.enable()
+    with pytest.raises(ds_fgoffload.OffloadConfigError):
+        initialize(deepspeed.initialize, {"modules": ["fc3"]})
+    ends[0]()
+    assert said == []
+
+
+def test_under_the_runner_it_is_the_runner_who_tells(said: list[str], auto: Any) -> None:
+    with initialize_replaced(lambda original, *args, **kwargs: original(*args, **kwargs)):
+        auto.enable()
+        auto.disable()
+    assert ends == said == []
 
 
 def test_each_step_goes_to_the_monitors(tmp_path: Path) -> None:
