@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+import ds_fgoffload
 from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
 from ds_fgoffload.recording import RecordingError
 
@@ -19,13 +20,31 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,  # with the values of locals, which can be a training script's secrets
 )
 errors = Console(stderr=True)
 launcher_arguments: list[str] = []
 """What a launcher has put in front of the command, for the script."""
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"ds-fgoffload {ds_fgoffload.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version, and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(
+    options_metavar="[OPTIONS] [SCRIPT [ARGS]...]",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog="Several ranks: deepspeed --num_gpus 2 --module ds_fgoffload.cli inspect train.py ...; rank 0 tells.",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from distributed import one_rank
 from typer.testing import CliRunner
 
+import ds_fgoffload
 from ds_fgoffload import cli
 from ds_fgoffload.commands import doctor
 from ds_fgoffload.commands.doctor import Finding, Verdict
@@ -44,6 +46,22 @@ def run(*arguments: str) -> str:
 def test_help_names_every_command_and_how_to_call_it() -> None:
     assert {"inspect", "doctor"} <= set(run("--help").split())
     assert "ds-fgoffload inspect train.py --deepspeed_config ds_config.json" in run("inspect", "--help")
+
+
+def test_usage_names_the_script_and_its_arguments() -> None:
+    assert "inspect [OPTIONS] [SCRIPT [ARGS]...]" in run("inspect", "--help")
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version") == f"ds-fgoffload {ds_fgoffload.__version__}\n"
+
+
+def test_the_package_can_be_run_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "--version"])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_module("ds_fgoffload", run_name="__main__")
+    assert raised.value.code == 0
+    assert capsys.readouterr().out.startswith("ds-fgoffload ")
 
 
 def test_a_model_of_transformers_as_a_tree(tmp_path: Path) -> None:

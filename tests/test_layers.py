@@ -12,6 +12,7 @@ PACKAGE = Path(ds_fgoffload.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = {
+    9: "__main__",
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
     "commands commands.inspect commands.inspect_view commands.doctor commands.top",
