@@ -150,21 +150,33 @@ def top(
 
 @app.command()
 def draw(
-    recording: Annotated[Path, typer.Argument(help="A step that was recorded, as JSON.")],
+    recording: Annotated[
+        Path | None, typer.Argument(help="A step that was recorded, as JSON.", show_default=False)
+    ] = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("step.html"),
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, for Perfetto or chrome://tracing.")
     ] = None,
+    *,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw the step that comes with the package; no file is needed.")
+    ] = False,
 ) -> None:
     """Draw a recorded step: memory over time with and without offloading, copies, and where compute waited.
 
-    The page is one file that fetches nothing.
+    The page is one file that fetches nothing. ds_fgoffload.get(engine).record("step.json") has the next step recorded,
+    on an accelerator. Without one, this draws a step that comes with the package:
+
+        ds-fgoffload draw --sample
     """
     from ds_fgoffload.chrome_trace import chrome_trace
+    from ds_fgoffload.commands import sample as made_by_hand
     from ds_fgoffload.page import page
     from ds_fgoffload.recording import StepRecording
 
-    step = StepRecording.read(recording)
+    if sample == (recording is not None):
+        raise typer.BadParameter("give either the file of a recorded step, or --sample")
+    step = made_by_hand.recording() if recording is None else StepRecording.read(recording)
     out.write_text(page(step), encoding="utf-8")
     errors.print(f"wrote {out}", highlight=False)
     if trace is not None:

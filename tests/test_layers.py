@@ -15,7 +15,7 @@ LAYERS = {
     9: "__main__",
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
-    "commands commands.inspect commands.inspect_view commands.doctor commands.top",
+    "commands commands.inspect commands.inspect_view commands.doctor commands.sample commands.top",
     6: "report step_log step_file page chrome_trace checkpoints "
     "adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks watcher",
