@@ -21,6 +21,7 @@ from ds_fgoffload.commands import doctor
 from ds_fgoffload.commands.doctor import Finding, Verdict
 from ds_fgoffload.config import find_section, parse_config
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
+from ds_fgoffload.streams import SynchronousStreams
 
 TINY = [
     f"--set={setting}"
@@ -279,10 +280,22 @@ def test_pinning_that_is_refused_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(doctor, "_pinned", refuse)
-    (found,) = doctor._measured()
+    (found,) = doctor._measured_on(SynchronousStreams(torch.device("cpu")), 1 << 20)
     assert found.verdict is Verdict.FAIL
     assert doctor.exit_code([found]) == 1
     assert doctor.exit_code([Finding("x", Verdict.OK, "")]) == 0
+
+
+def test_a_device_has_its_link_measured_both_ways() -> None:
+    found = list(doctor._measured_on(SynchronousStreams(torch.device("cpu")), 1 << 20))
+    assert [f.name for f in found] == ["pinning", "link, device to host", "link, host to device"]
+    assert all("GB/s" in f.found for f in found)
+
+
+def test_a_cpu_alone_has_no_link_to_measure() -> None:
+    (found,) = doctor._measured(torch.device("cpu"))
+    assert found.found.startswith("nothing to measure")
+    assert "GB/s" not in found.found
 
 
 def test_an_old_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +309,7 @@ def test_the_doctors_command_measures_and_tells_by_its_exit_code() -> None:
     result = CliRunner().invoke(cli.app, ["doctor", "--json"])
     found = json.loads(result.output[result.output.index("[\n") :])
     assert [f["found"] for f in found if f["name"].startswith("link")]
+    assert "GB/s" not in result.output  # nothing is pinned or copied over a link here
     assert result.exit_code == 2  # no accelerator here
     text = CliRunner().invoke(cli.app, ["doctor", "--no-measure"]).output
     assert re.search(r"torch \.+\s+\[OK\]\s+" + re.escape(torch.__version__), text)
