@@ -85,6 +85,7 @@ def inspect(
     """
     from ds_fgoffload.commands import inspect as command
     from ds_fgoffload.commands import inspect_view as view
+    from ds_fgoffload.commands.random_model import RandomModel
     from ds_fgoffload.messages import rank
     from ds_fgoffload.sizes import parse_size
 
@@ -96,7 +97,7 @@ def inspect(
         raise typer.BadParameter("give a script, or --transformers TYPE")
     with errors.status("running micro-batches", spinner="dots"):
         if transformers is not None:
-            model = command.RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
+            model = RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
             inspection = command.inspect_transformers(model, micro_batches)
         else:
             inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches)

@@ -112,6 +112,11 @@ def test_nothing_large_enough_says_what_to_do() -> None:
     ("arguments", "error", "message"),
     [
         ([*LLAMA[:2], "no_such_family"], OffloadConfigError, "allowed: a model type such as qwen3, or a config.json"),
+        (
+            [*LLAMA, "--dtype", "fp99"],
+            OffloadConfigError,
+            "^--dtype fp99: allowed: bfloat16, float16, float32",
+        ),
         ([*LLAMA, "-p", "*.mlpp"], OffloadConfigError, "matches no module"),
         (["inspect", "-m"], OffloadStateError, "no script to run"),
     ],
@@ -119,6 +124,20 @@ def test_nothing_large_enough_says_what_to_do() -> None:
 def test_errors_of_users(arguments: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("qwn3", "no such model type (nearest: qwen3, "),
+        ("vit", "transformers has no causal language model for it"),
+    ],
+)
+def test_of_all_the_model_types_only_the_nearest_are_named(source: str, message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(OffloadConfigError, match=re.escape(message)) as raised:
+        run("inspect", "--transformers", source)
+    assert len(str(raised.value)) < 600
 
 
 @pytest.mark.parametrize(

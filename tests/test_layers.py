@@ -15,7 +15,8 @@ LAYERS = {
     9: "__main__",
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
-    "commands commands.inspect commands.inspect_view commands.doctor commands.sample commands.top",
+    "commands commands.inspect commands.inspect_view commands.doctor commands.random_model "
+    "commands.sample commands.top",
     6: "report step_log step_file page chrome_trace checkpoints "
     "adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks watcher",
@@ -31,7 +32,7 @@ BESIDE = {
     "run": {"api", "script"},
     "auto": {"api"},
     "integrations.transformers": {"api", "script"},
-    "commands.inspect": {"api", "script"},
+    "commands.inspect": {"api", "commands.random_model", "script"},
     "commands.inspect_view": {"commands.inspect", "suggest"},
     "adapters": {"adapters.plain", "adapters.zero", "adapters.pipeline"},
     "adapters.pipeline": {"adapters.zero"},

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from torch import nn
 
 from ds_fgoffload import api
+from ds_fgoffload.commands.random_model import RandomModel
 from ds_fgoffload.config import find_section
-from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
+from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.inventory import Inventory
 from ds_fgoffload.script import UserScript
-from ds_fgoffload.sizes import human
-from ds_fgoffload.streams import accelerator_device, free_device_bytes, make_streams
+from ds_fgoffload.streams import accelerator_device, make_streams
 from ds_fgoffload.watcher import Watcher
 
 
@@ -89,74 +84,6 @@ def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
         )
     section = find_section(watch.engine.config)
     return Inspection(watch.engine.module, watch.recorder.inventory, script.target, section)
-
-
-@dataclass(frozen=True)
-class RandomModel:
-    """A causal language model of transformers with random weights, and one micro-batch for it."""
-
-    source: str
-    """A model type (``qwen3``), or the path of a config.json or of its folder."""
-    overrides: Mapping[str, Any]
-    tokens: int
-    batch: int
-    dtype: str
-    checkpointing: bool
-
-    def build(self) -> nn.Module:
-        """Raises :class:`OffloadConfigError` if transformers does not take the configuration."""
-        try:
-            import transformers
-        except ImportError:
-            raise OffloadStateError("--transformers needs the package transformers: pip install transformers") from None
-        try:
-            config = self._configuration(transformers.AutoConfig)
-            dtype = getattr(torch, self.dtype)
-            with torch.device("meta"):
-                shape = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-            self._refuse_if_too_large(sum(p.numel() * p.element_size() for p in shape.parameters()))
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        except (ValueError, KeyError, OSError, AttributeError, TypeError) as error:
-            raise OffloadConfigError(
-                f"--transformers {self.source}: {error}; allowed: a model type such as qwen3, or a config.json, "
-                "with --set for its keys"
-            ) from error
-        config.use_cache = False
-        if self.checkpointing:
-            # transformers 6 knows the first name only, transformers 4 the second
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable()  # type: ignore[operator]
-        return model.train().to(accelerator_device())
-
-    def _configuration(self, kinds: Any) -> Any:
-        """That of ``source`` with ``overrides``, none of which is unknown to it."""
-        if Path(self.source).exists():
-            make = partial(kinds.from_pretrained, self.source, local_files_only=True)
-        else:
-            make = partial(kinds.for_model, self.source)
-        known = make()
-        for key in self.overrides:
-            if not hasattr(known, key):
-                nearest = difflib.get_close_matches(key, known.to_dict(), n=1)
-                hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
-                raise OffloadConfigError(f'--set {key}: the configuration of {self.source} has no "{key}"{hint}')
-        return make(**self.overrides)
-
-    def _refuse_if_too_large(self, weight_bytes: int) -> None:
-        """Before anything is allocated."""
-        left_bytes = min(psutil.virtual_memory().available, free_device_bytes())
-        if 2 * weight_bytes > left_bytes:
-            raise OffloadStateError(
-                f"--transformers {self.source}: weights and gradients take {human(2 * weight_bytes)}, and "
-                f"{human(left_bytes)} of memory are free; give it fewer layers (--set num_hidden_layers=2), which save "
-                "the same each, or another --dtype"
-            )
-
-    def run(self, model: nn.Module) -> None:
-        """One forward and backward."""
-        vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
-        ids = torch.randint(vocabulary, (self.batch, self.tokens), device=accelerator_device())
-        model(input_ids=ids, labels=ids).loss.backward()
 
 
 def inspect_transformers(random_model: RandomModel, micro_batches: int) -> Inspection:
