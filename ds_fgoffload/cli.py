@@ -66,7 +66,10 @@ def inspect(
     pattern: Annotated[
         list[str] | None, typer.Option("--pattern", "-p", help="Also say what this pattern would move. Repeatable.")
     ] = None,
-    min_tensor_bytes: Annotated[str, typer.Option(help="As in the section: smaller storages stay.")] = "1MiB",
+    min_tensor_bytes: Annotated[
+        str | None,
+        typer.Option(help="Smaller storages stay. Default: as in the script's section, else 1MiB.", show_default=False),
+    ] = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Levels of the tree to show. Default: all.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write all of it as JSON; - for the screen.")
@@ -90,7 +93,7 @@ def inspect(
     from ds_fgoffload.sizes import parse_size
 
     try:
-        least_bytes = parse_size(min_tensor_bytes)
+        asked_bytes = None if min_tensor_bytes is None else parse_size(min_tensor_bytes)
     except ValueError as error:
         raise typer.BadParameter(f"--min-tensor-bytes {min_tensor_bytes}: allowed: {error}") from None
     if transformers is None and not context.args:
@@ -103,13 +106,14 @@ def inspect(
             inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches)
     if rank():
         return
+    least = inspection.least(asked_bytes)
     if json_file is not None:
-        text = view.as_json(inspection, pattern or [], least_bytes)
+        text = view.as_json(inspection, pattern or [], least)
         if str(json_file) == "-":
             sys.stdout.write(f"{text}\n")
             return
         json_file.write_text(text, encoding="utf-8")
-    _console().print(view.show(inspection, pattern or [], least_bytes, depth))
+    _console().print(view.show(inspection, pattern or [], least, depth))
 
 
 @app.command()

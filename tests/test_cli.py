@@ -210,6 +210,13 @@ SCRIPT = """
 
 
 @pytest.fixture
+def own_argv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's arguments and folder go when the test ends."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
 def _rank() -> Iterator[None]:
     with one_rank():
         yield
@@ -233,6 +240,26 @@ def test_a_script_runs_for_a_few_micro_batches(
     assert re.search(r"the script's fine_grained_offload section\s+1\s+1\s+64 B\s+64 B", output)
     found = json.loads(file.read_text())
     assert {name: module["bytes"] for name, module in found["modules"].items()} == {"fc1": 32, "": 64, "fc2": 64}
+
+
+@pytest.mark.usefixtures("_rank")
+@pytest.mark.parametrize(
+    ("written", "asked", "expected"),
+    [
+        ("48", [], (48, "the script's fine_grained_offload section")),
+        ('"64B"', [], (64, "the script's fine_grained_offload section")),
+        ("48", ["--min-tensor-bytes", "0"], (0, "--min-tensor-bytes")),
+        ('"many"', [], (1 << 20, "the default, since the script's section has 'many', which is no size")),
+    ],
+)
+def test_the_scripts_own_least_size_is_used(tmp_path, own_argv, written, asked, expected) -> None:
+    script, file = tmp_path / "train_it.py", tmp_path / "inventory.json"
+    text = dedent(SCRIPT).replace("INITIALIZE", "deepspeed.initialize")
+    script.write_text(text.replace('"min_tensor_bytes": 0', f'"min_tensor_bytes": {written}'))
+    output = run("inspect", "--json", str(file), *asked, str(script), "--flag")
+    found = json.loads(file.read_text())
+    assert (found["min_tensor_bytes"], found["min_tensor_bytes_from"]) == expected
+    assert f"(min_tensor_bytes, {expected[1]})" in output
 
 
 @pytest.mark.usefixtures("_rank")

@@ -7,18 +7,26 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ds_fgoffload import api
 from ds_fgoffload.commands.random_model import RandomModel
-from ds_fgoffload.config import find_section
+from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.inventory import Inventory
 from ds_fgoffload.script import UserScript
+from ds_fgoffload.sizes import parse_size
 from ds_fgoffload.streams import accelerator_device, make_streams
 from ds_fgoffload.watcher import Watcher
+
+
+class LeastBytes(NamedTuple):
+    """``min_tensor_bytes``, and where it comes from."""
+
+    size_bytes: int
+    source: str
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,19 @@ class Inspection:
     what: str
     section: Mapping[str, Any] | None
     """The section of the configuration that the script was run with."""
+
+    def least(self, asked_bytes: int | None) -> LeastBytes:
+        """``asked_bytes`` if the command line has them, else what the script's section says, else the default."""
+        if asked_bytes is not None:
+            return LeastBytes(asked_bytes, "--min-tensor-bytes")
+        default = int(FineGrainedOffloadConfig.model_fields["min_tensor_bytes"].default)
+        if self.section is None or "min_tensor_bytes" not in self.section:
+            return LeastBytes(default, "the default")
+        value = self.section["min_tensor_bytes"]
+        try:
+            return LeastBytes(parse_size(value), f"the script's {SECTION} section")
+        except ValueError:
+            return LeastBytes(default, f"the default, since the script's section has {value!r}, which is no size")
 
 
 class _Enough(BaseException):

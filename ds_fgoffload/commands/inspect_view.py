@@ -14,7 +14,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from ds_fgoffload.commands.inspect import Inspection
+from ds_fgoffload.commands.inspect import Inspection, LeastBytes
 from ds_fgoffload.config import SECTION
 from ds_fgoffload.errors import OffloadConfigError
 from ds_fgoffload.inventory import Inventory, StorageRecord, producers
@@ -57,10 +57,12 @@ def tree(inventory: Inventory) -> Node:
     return root
 
 
-def show(inspection: Inspection, patterns: Sequence[str], min_tensor_bytes: int, depth: int | None) -> RenderableType:
+def show(inspection: Inspection, patterns: Sequence[str], least: int | LeastBytes, depth: int | None) -> RenderableType:
     """All that a person is told."""
     inventory = inspection.inventory
+    min_tensor_bytes, source = least if isinstance(least, LeastBytes) else LeastBytes(least, "as asked")
     parts: list[RenderableType] = [_headline(inspection), _tree_table(tree(inventory), depth)]
+    parts.append(Text(f"Storages under {human(min_tensor_bytes)} stay (min_tensor_bytes, {source}).\n"))
     asked = _asked(inspection, patterns, min_tensor_bytes)
     if asked:
         parts.append(_patterns_table("these patterns", asked))
@@ -73,8 +75,9 @@ def show(inspection: Inspection, patterns: Sequence[str], min_tensor_bytes: int,
     return Group(*parts)
 
 
-def as_json(inspection: Inspection, patterns: Sequence[str], min_tensor_bytes: int) -> str:
+def as_json(inspection: Inspection, patterns: Sequence[str], least: LeastBytes) -> str:
     """The same facts, and every storage."""
+    min_tensor_bytes = least.size_bytes
     inventory = inspection.inventory
     choice = candidates(inspection.root, inventory, min_tensor_bytes)
     choice += _asked(inspection, patterns, min_tensor_bytes)
@@ -84,6 +87,7 @@ def as_json(inspection: Inspection, patterns: Sequence[str], min_tensor_bytes: i
             "forward_ms": inventory.forward_ms,
             "eligible_bytes": inventory.eligible_bytes,
             "min_tensor_bytes": min_tensor_bytes,
+            "min_tensor_bytes_from": least.source,
             "modules": {
                 name: {
                     "class": inventory.classes[name],
@@ -240,7 +244,7 @@ def _why_nothing(inventory: Inventory, min_tensor_bytes: int) -> str:
     if not large:
         largest = max((r.size_bytes for r in inventory.records), default=0)
         return (
-            f"the largest storage is {human(largest)} and --min-tensor-bytes is {human(min_tensor_bytes)}; lower it, "
-            "or inspect with the batch that you train with"
+            f"the largest storage is {human(largest)} and min_tensor_bytes is {human(min_tensor_bytes)}; lower it "
+            "(--min-tensor-bytes), or inspect with the batch that you train with"
         )
     return "something besides autograd holds every storage"
