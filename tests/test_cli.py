@@ -9,15 +9,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
 from distributed import one_rank
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from typer.testing import CliRunner
 
 import ds_fgoffload
 from ds_fgoffload import cli
-from ds_fgoffload.commands import doctor
+from ds_fgoffload.commands import doctor, inspect
 from ds_fgoffload.commands.doctor import Finding, Verdict
 from ds_fgoffload.config import find_section, parse_config
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
@@ -270,6 +272,47 @@ def test_a_script_without_an_engine_is_told_so(tmp_path: Path, monkeypatch: pyte
     script.write_text("print('hello')")
     with pytest.raises(OffloadStateError, match=r"nothing.py ended without calling deepspeed.initialize"):
         run("inspect", str(script))
+
+
+WITHOUT_ENGINE = """
+    import deepspeed, torch
+
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for step in range(100):
+        print("step", step)
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_a_script_that_trains_without_an_engine_is_ended_early(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(dedent(WITHOUT_ENGINE))
+    before = list(_global_optimizer_post_hooks)
+    result = CliRunner().invoke(cli.app, ["inspect", "--micro-batches", "3", str(script)])
+    assert isinstance(result.exception, OffloadStateError)
+    assert "plain.py has done 5 optimizer steps and made no DeepSpeed engine" in str(result.exception)
+    assert [line for line in result.output.splitlines() if line.startswith("step")] == [f"step {n}" for n in range(5)]
+    assert list(_global_optimizer_post_hooks) == before
+
+
+def test_steps_that_deepspeed_does_while_it_makes_an_engine_are_not_counted() -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters())
+
+    def original() -> tuple[object, ...]:
+        for _ in range(100):
+            optimizer.step()
+        return SimpleNamespace(module=net), optimizer, None, None
+
+    watch = inspect._Watch(2)
+    with watch.optimizers_watched():
+        watch.initialize(original)
+        for _ in range(100):
+            optimizer.step()
+    assert watch.steps_without_engine == 0
 
 
 def write(path: Path, text: str) -> None:

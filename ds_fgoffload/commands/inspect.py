@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ds_fgoffload import api
 from ds_fgoffload.commands.random_model import RandomModel
@@ -57,16 +58,46 @@ class _Enough(BaseException):
     """As many micro-batches as were asked for have run."""
 
 
+class _NoEngine(BaseException):
+    """The script trains, and not with DeepSpeed."""
+
+
 class _Watch:
-    """Puts a recorder on the first engine that the script makes, and ends the script after ``micro_batches``."""
+    """Puts a recorder on the first engine that the script makes, and ends the script after ``micro_batches``.
+
+    Also ends it where it trains with no engine: it would go on to its end, and there would be nothing to tell.
+    """
 
     def __init__(self, micro_batches: int) -> None:
         self.engine: Any = None
         self.recorder: Watcher | None = None
         self._left = micro_batches
+        self.steps_without_engine = 0
+        self._most_steps = micro_batches + 2
+        self._makes_engine = False
+
+    @contextmanager
+    def optimizers_watched(self) -> Iterator[None]:
+        """All of PyTorch's."""
+        handle = register_optimizer_step_post_hook(self._optimizer_stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        if self.engine is not None or self._makes_engine:  # DeepSpeed steps to have the optimizer's states made
+            return
+        self.steps_without_engine += 1
+        if self.steps_without_engine >= self._most_steps:
+            raise _NoEngine
 
     def initialize(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
+        self._makes_engine = True
+        try:
+            made = original(*args, **kwargs)
+        finally:
+            self._makes_engine = False
         if self.engine is None:
             self.engine = made[0]
             self.recorder = Watcher(made[0].module, make_streams(accelerator_device()), self._micro_batch_begins)
@@ -91,8 +122,16 @@ def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
         raise OffloadStateError("no script to run: give a script.py or -m package.module, and its arguments")
     become_single_rank()
     watch = _Watch(micro_batches)
-    with suppress(_Enough):
-        script.run(watch.initialize)
+    try:
+        with watch.optimizers_watched(), suppress(_Enough):
+            script.run(watch.initialize)
+    except _NoEngine:
+        raise OffloadStateError(
+            f"{script.target} has done {watch.steps_without_engine} optimizer steps and made no DeepSpeed engine, and "
+            "only a model that an engine was made of is seen; have it train with DeepSpeed (any ZeRO stage, 0 too; "
+            "for a Trainer: --deepspeed ds_config.json), or use --transformers. If it makes its engine later, give "
+            "--micro-batches a larger number"
+        ) from None
     if watch.recorder is None:
         raise OffloadStateError(
             f"{script.target} ended without calling deepspeed.initialize, and only a model that an engine was made of "
