@@ -98,22 +98,27 @@ def inspect(
         raise typer.BadParameter(f"--min-tensor-bytes {min_tensor_bytes}: allowed: {error}") from None
     if transformers is None and not context.args:
         raise typer.BadParameter("give a script, or --transformers TYPE")
+    failure: command.RunFailedError | None = None
+    inspection: command.Inspection | None
     with errors.status("running micro-batches", spinner="dots"):
-        if transformers is not None:
-            model = RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
-            inspection = command.inspect_transformers(model, micro_batches)
-        else:
-            inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches)
-    if rank():
-        return
-    least = inspection.least(asked_bytes)
-    if json_file is not None:
-        text = view.as_json(inspection, pattern or [], least)
-        if str(json_file) == "-":
-            sys.stdout.write(f"{text}\n")
-            return
-        json_file.write_text(text, encoding="utf-8")
-    _console().print(view.show(inspection, pattern or [], least, depth))
+        try:
+            if transformers is not None:
+                model = RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
+                inspection = command.inspect_transformers(model, micro_batches)
+            else:
+                inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches)
+        except command.RunFailedError as error:
+            failure, inspection = error, error.inspection
+    if failure is not None:
+        errors.print(failure.traceback, end="", markup=False, highlight=False, soft_wrap=True)
+    if inspection is not None and not rank():
+        least = inspection.least(asked_bytes)
+        if json_file is not None:
+            _write(json_file, view.as_json(inspection, pattern or [], least))
+        if str(json_file) != "-":
+            _console().print(view.show(inspection, pattern or [], least, depth))
+    if failure is not None:
+        raise failure
 
 
 @app.command()
@@ -206,6 +211,13 @@ def main() -> None:
 def _console() -> Console:
     """Where there is no terminal, tables have the room that they need."""
     return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _write(file: Path, text: str) -> None:
+    if str(file) == "-":
+        sys.stdout.write(f"{text}\n")
+    else:
+        file.write_text(text, encoding="utf-8")
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

@@ -315,6 +315,115 @@ def test_steps_that_deepspeed_does_while_it_makes_an_engine_are_not_counted() ->
     assert watch.steps_without_engine == 0
 
 
+def failing(where: str, error: str) -> str:
+    """The script, with ``error`` raised in its second layer, its step, or with no engine yet."""
+    text = dedent(SCRIPT).replace("INITIALIZE", "deepspeed.initialize").replace("except Exception", "except OSError")
+    fail = f"raise {error}"
+    old, new = {
+        "forward": ("self.fc2(nn.functional.gelu(self.fc1(x)))", "fail(self.fc1(x).square())"),
+        "step": ("engine.step()", "fail(0)"),
+        "start": ("net = Net()", "fail(0)"),
+    }[where]
+    assert old in text
+    return f"import torch\ndef fail(x):\n    {fail}\n" + text.replace(old, new)
+
+
+OUT = "torch.OutOfMemoryError('out of memory. Tried to allocate 20.00 GiB')"
+ADVICE = (
+    "give it a shorter sequence, a smaller batch or fewer layers for this run (what is saved grows in proportion), or "
+    "use --transformers config.json --set num_hidden_layers=2"
+)
+AFTER = f"error: the script ran out of device memory; what is shown was saved before that; {ADVICE}"
+BEFORE = f"error: the script ran out of device memory before a micro-batch was over; {ADVICE}"
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+@pytest.mark.parametrize(
+    ("where", "error", "last", "shown"),
+    [
+        ("start", OUT, BEFORE, None),
+        ("forward", OUT, BEFORE, "a part of one micro-batch saved"),
+        (
+            "step",
+            OUT,
+            f"error: the script ran out of device memory; what is shown was saved before that; {ADVICE}",
+            "one",
+        ),
+        ("step", f"RuntimeError('wrapped') from {OUT}", AFTER, "one"),
+        ("forward", "ValueError('no')", "error: the script raised ValueError before its micro-batches were over", None),
+    ],
+)
+def test_a_script_that_raises(tmp_path, monkeypatch, capsys, where, error, last, shown) -> None:
+    script, file = tmp_path / "train_it.py", tmp_path / "inventory.json"
+    script.write_text(failing(where, error))
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", "--json", str(file), str(script), "--flag"])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 1
+    out, err = capsys.readouterr()
+    told = err[err.index("Traceback") :].splitlines()
+    assert told[-1].startswith(last)
+    files = [line.split('"')[1] for line in told if line.startswith('  File "')]
+    assert set(files) == {str(script)}
+    assert any(line.endswith(", in fail") for line in told)
+    if shown is None:
+        assert not file.exists()
+        assert "saved for backward, by module" not in out
+    else:
+        incomplete = where == "forward"
+        assert shown in out
+        assert ("INCOMPLETE" in out) == incomplete == ("what each pattern" not in out)
+        found = json.loads(file.read_text())
+        assert bool(found["incomplete"]) == incomplete
+        assert "fc1" in found["modules"]
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_a_setting_that_is_wrong_is_told_without_the_script(tmp_path, monkeypatch, capsys) -> None:
+    script = tmp_path / "train_it.py"
+    text = dedent(SCRIPT).replace("INITIALIZE", "__import__('ds_fgoffload').initialize")
+    script.write_text(text.replace('"fc2"]', '"fc3"]'))
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", str(script)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    err = capsys.readouterr().err
+    assert 'pattern "fc3" matches no module' in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such.py", "--flag"], "error: no_such.py: no such script in "),
+        (["-m", "no_such_module"], "error: the script raised ImportError"),
+    ],
+)
+def test_a_script_that_is_not_there(monkeypatch, capsys, arguments, message) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith(message)
+    assert "File " not in err
+
+
+def test_a_model_of_transformers_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", fail)
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", *LLAMA])
+    with pytest.raises(SystemExit):
+        cli.main()
+    out, err = capsys.readouterr()
+    assert "--tokens" in err.splitlines()[-1]
+    assert "INCOMPLETE" in out
+    assert "Traceback" not in err
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

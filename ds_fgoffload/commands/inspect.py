@@ -6,21 +6,31 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ds_fgoffload import api
 from ds_fgoffload.commands.random_model import RandomModel
+from ds_fgoffload.commands.script_failure import own_traceback, ran_out_of_memory
 from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section
-from ds_fgoffload.errors import OffloadStateError
+from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
 from ds_fgoffload.inventory import Inventory
 from ds_fgoffload.script import UserScript
 from ds_fgoffload.sizes import parse_size
 from ds_fgoffload.streams import accelerator_device, make_streams
 from ds_fgoffload.watcher import Watcher
+
+_LESS = "a shorter sequence, a smaller batch or fewer layers"
+_SMALLER_SCRIPT = (
+    f"give it {_LESS} for this run (what is saved grows in proportion), or use --transformers config.json "
+    "--set num_hidden_layers=2"
+)
+_SMALLER_MODEL = f"give it {_LESS} (--tokens, --batch, --set num_hidden_layers=2); what is saved grows in proportion"
 
 
 class LeastBytes(NamedTuple):
@@ -39,6 +49,8 @@ class Inspection:
     what: str
     section: Mapping[str, Any] | None
     """The section of the configuration that the script was run with."""
+    incomplete: str | None = None
+    """Why more would have been saved."""
 
     def least(self, asked_bytes: int | None) -> LeastBytes:
         """``asked_bytes`` if the command line has them, else what the script's section says, else the default."""
@@ -52,6 +64,20 @@ class Inspection:
             return LeastBytes(parse_size(value), f"the script's {SECTION} section")
         except ValueError:
             return LeastBytes(default, f"the default, since the script's section has {value!r}, which is no size")
+
+
+class RunFailedError(OffloadStateError):
+    """What was run for its micro-batches has raised.
+
+    Attributes:
+        traceback: the script's own lines; empty if there is no script.
+        inspection: what is known nevertheless.
+    """
+
+    def __init__(self, message: str, traceback: str, inspection: Inspection | None) -> None:
+        super().__init__(message)
+        self.traceback = traceback
+        self.inspection = inspection
 
 
 class _Enough(BaseException):
@@ -103,6 +129,12 @@ class _Watch:
             self.recorder = Watcher(made[0].module, make_streams(accelerator_device()), self._micro_batch_begins)
         return made
 
+    def inspection(self, what: str) -> Inspection:
+        """Of what the engine has done."""
+        assert self.recorder is not None
+        self.recorder.remove()
+        return Inspection(self.engine.module, self.recorder.latest, what, find_section(self.engine.config))
+
     def _micro_batch_begins(self) -> None:
         if not self._left:
             raise _Enough
@@ -115,11 +147,17 @@ def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
     """Runs a script until its first engine has done ``micro_batches``; the last of them is told about.
 
     Raises:
-        OffloadStateError: it made no engine, or ran too few micro-batches.
+        RunFailedError: it raised.
+        OffloadStateError: there is no such script, it made no engine, or ran too few micro-batches.
     """
     script = UserScript.of(arguments)
     if script is None:
         raise OffloadStateError("no script to run: give a script.py or -m package.module, and its arguments")
+    if not script.as_module and not Path(script.target).exists():
+        raise OffloadStateError(
+            f"{script.target}: no such script in {Path.cwd()}; what stands before the script belongs to inspect, what "
+            "follows it to the script"
+        )
     become_single_rank()
     watch = _Watch(micro_batches)
     try:
@@ -132,28 +170,51 @@ def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
             "for a Trainer: --deepspeed ds_config.json), or use --transformers. If it makes its engine later, give "
             "--micro-batches a larger number"
         ) from None
+    except (OffloadConfigError, OffloadStateError, HostPoolError):
+        raise
+    except Exception as error:
+        found = None if watch.recorder is None else watch.inspection(script.target)
+        raise _failure(error, found, own_traceback(error), "the script", _SMALLER_SCRIPT) from error
     if watch.recorder is None:
         raise OffloadStateError(
             f"{script.target} ended without calling deepspeed.initialize, and only a model that an engine was made of "
             "is seen; for a model without DeepSpeed use --transformers, or start the script as it is started to train"
         )
-    watch.recorder.remove()
     if not watch.recorder.inventory.records:
         raise OffloadStateError(
             f"{script.target}: no micro-batch with gradients has ended its forward, so nothing was saved to tell about"
         )
-    section = find_section(watch.engine.config)
-    return Inspection(watch.engine.module, watch.recorder.inventory, script.target, section)
+    return watch.inspection(script.target)
 
 
 def inspect_transformers(random_model: RandomModel, micro_batches: int) -> Inspection:
     """Builds the model and runs ``micro_batches`` of random tokens; the last is told about."""
     model = random_model.build()
     recorder = Watcher(model, make_streams(accelerator_device()))
-    for _ in range(micro_batches):
-        random_model.run(model)
-    recorder.remove()
+    try:
+        for _ in range(micro_batches):
+            random_model.run(model)
+    except torch.OutOfMemoryError as error:
+        found = Inspection(model, recorder.latest, random_model.source, None)
+        raise _failure(error, found, "", f"--transformers {random_model.source}", _SMALLER_MODEL) from error
+    finally:
+        recorder.remove()
     return Inspection(model, recorder.inventory, random_model.source, None)
+
+
+def _failure(error: Exception, found: Inspection | None, traceback: str, what: str, remedy: str) -> RunFailedError:
+    """``found`` is shown where memory was all that lacked."""
+    if not ran_out_of_memory(error):
+        message = f"{what} raised {type(error).__name__} before its micro-batches were over"
+        return RunFailedError(message, traceback, None)
+    message = f"{what} ran out of device memory before a micro-batch was over; {remedy}"
+    if found is None or not found.inventory.records:
+        return RunFailedError(message, traceback, None)
+    if found.inventory.forward_ms is None:
+        found = replace(found, incomplete="device memory ran out in the first forward")
+    else:
+        message = f"{what} ran out of device memory; what is shown was saved before that; {remedy}"
+    return RunFailedError(message, traceback, found)
 
 
 def become_single_rank() -> None:

@@ -62,6 +62,8 @@ def show(inspection: Inspection, patterns: Sequence[str], least: int | LeastByte
     inventory = inspection.inventory
     min_tensor_bytes, source = least if isinstance(least, LeastBytes) else LeastBytes(least, "as asked")
     parts: list[RenderableType] = [_headline(inspection), _tree_table(tree(inventory), depth)]
+    if inspection.incomplete:  # what a pattern would move of a part says nothing about the whole
+        return Group(*parts, Text(f"INCOMPLETE: {inspection.incomplete}; modules after that are not in the table."))
     parts.append(Text(f"Storages under {human(min_tensor_bytes)} stay (min_tensor_bytes, {source}).\n"))
     asked = _asked(inspection, patterns, min_tensor_bytes)
     if asked:
@@ -84,6 +86,7 @@ def as_json(inspection: Inspection, patterns: Sequence[str], least: LeastBytes) 
     return json.dumps(
         {
             "inspected": inspection.what,
+            "incomplete": inspection.incomplete,
             "forward_ms": inventory.forward_ms,
             "eligible_bytes": inventory.eligible_bytes,
             "min_tensor_bytes": min_tensor_bytes,
@@ -118,8 +121,9 @@ def _headline(inspection: Inspection) -> RenderableType:
     inventory = inspection.inventory
     stays = sum(record.size_bytes for record in inventory.records if record.skip is not None)
     held = sum(record.size_bytes for record in inventory.records if record.held)
+    saves = "a part of one micro-batch saved" if inspection.incomplete else "one micro-batch saves"
     text = (
-        f"{inspection.what}: one micro-batch saves {human(inventory.eligible_bytes)} for backward in "
+        f"{inspection.what}: {saves} {human(inventory.eligible_bytes)} for backward in "
         f"{len(inventory.records)} storages, parameters aside"
     )
     text += f"; {human(held)} are held by others as well, so copying them frees nothing" if held else ""
