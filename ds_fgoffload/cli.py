@@ -100,13 +100,14 @@ def inspect(
         raise typer.BadParameter("give a script, or --transformers TYPE")
     failure: command.RunFailedError | None = None
     inspection: command.Inspection | None
-    with errors.status("running micro-batches", spinner="dots"):
+    with errors.status("running the script" if transformers is None else "importing", spinner="dots") as status:
+        progress = command.Progress(_tell, status.update)
         try:
             if transformers is not None:
                 model = RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
-                inspection = command.inspect_transformers(model, micro_batches)
+                inspection = command.inspect_transformers(model, micro_batches, progress)
             else:
-                inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches)
+                inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches, progress)
         except command.RunFailedError as error:
             failure, inspection = error, error.inspection
     if failure is not None:
@@ -211,6 +212,14 @@ def main() -> None:
 def _console() -> Console:
     """Where there is no terminal, tables have the room that they need."""
     return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _tell(line: str) -> None:
+    """Rank 0 does, beside what the script prints."""
+    from ds_fgoffload.messages import rank
+
+    if not rank():
+        errors.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write(file: Path, text: str) -> None:

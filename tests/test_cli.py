@@ -21,6 +21,7 @@ import ds_fgoffload
 from ds_fgoffload import cli
 from ds_fgoffload.commands import doctor, inspect
 from ds_fgoffload.commands.doctor import Finding, Verdict
+from ds_fgoffload.commands.random_model import RandomModel
 from ds_fgoffload.config import find_section, parse_config
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.streams import SynchronousStreams
@@ -307,7 +308,7 @@ def test_steps_that_deepspeed_does_while_it_makes_an_engine_are_not_counted() ->
             optimizer.step()
         return SimpleNamespace(module=net), optimizer, None, None
 
-    watch = inspect._Watch(2)
+    watch = inspect._Watch(2, inspect.Progress())
     with watch.optimizers_watched():
         watch.initialize(original)
         for _ in range(100):
@@ -406,6 +407,45 @@ def test_a_script_that_is_not_there(monkeypatch, capsys, arguments, message) -> 
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith(message)
     assert "File " not in err
+
+
+def test_how_much_is_run_is_told_before_it_is(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    transformers = pytest.importorskip("transformers")
+    told_before = []
+
+    def build(*_arguments: object, **_keywords: object) -> None:
+        if torch.get_default_device().type == "meta":
+            return original(*_arguments, **_keywords)
+        told_before.append(capsys.readouterr().err)
+        raise ValueError("far enough")
+
+    original = transformers.AutoModelForCausalLM.from_config
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", build)
+    with pytest.raises(OffloadConfigError, match="far enough"):
+        cli.app([*LLAMA, "--batch", "3"], standalone_mode=False)
+    weights = 2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 2 * 32) + 32
+    size = f"{weights * 4 / 1024:.1f} KiB"
+    assert told_before == [f"llama: {weights} parameters, {size}; 2 micro-batches of 3 x 16 tokens on cpu\n"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "hints"), [(4096, "cpu", True), (512, "cpu", False), (4096, "cuda", False)]
+)
+def test_many_tokens_on_a_cpu_are_advised_against(tokens: int, device: str, hints: bool) -> None:
+    model = RandomModel("qwen3", {}, tokens, batch=1, dtype="float32", checkpointing=False)
+    first, *hint = model.announced(1_234_000_000, 5 << 30, 2, torch.device(device))
+    assert first == f"qwen3: 1.2 B parameters, 5.0 GiB; 2 micro-batches of {tokens} tokens on {device}"
+    assert [("--tokens 512" in line) for line in hint] == [True] * hints
+
+
+def test_each_micro_batch_is_told_of() -> None:
+    pytest.importorskip("transformers")
+    settings = dict(pair.removeprefix("--set=").split("=") for pair in TINY)
+    model = RandomModel("llama", {key: int(value) for key, value in settings.items()}, 16, 1, "float32", False)
+    told: list[str] = []
+    inspect.inspect_transformers(model, 2, inspect.Progress(now=told.append))
+    assert told[-2] == "micro-batch 1 of 2"
+    assert re.fullmatch(r"micro-batch 2 of 2 \(the one before took \d+ s\)", told[-1])
 
 
 def test_a_model_of_transformers_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

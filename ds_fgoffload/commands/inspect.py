@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +67,19 @@ class Inspection:
             return LeastBytes(default, f"the default, since the script's section has {value!r}, which is no size")
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where a person learns how far it is."""
+
+    line: Callable[[str], None] = lambda _text: None
+    """Told once, and stays."""
+    now: Callable[[str], None] = lambda _text: None
+    """Takes the place of what it was told before."""
+
+
+_SILENT = Progress()
+
+
 class RunFailedError(OffloadStateError):
     """What was run for its micro-batches has raised.
 
@@ -94,10 +108,12 @@ class _Watch:
     Also ends it where it trains with no engine: it would go on to its end, and there would be nothing to tell.
     """
 
-    def __init__(self, micro_batches: int) -> None:
+    def __init__(self, micro_batches: int, progress: Progress) -> None:
         self.engine: Any = None
         self.recorder: Watcher | None = None
-        self._left = micro_batches
+        self._micro_batches = micro_batches
+        self._begun = 0
+        self._progress = progress
         self.steps_without_engine = 0
         self._most_steps = micro_batches + 2
         self._makes_engine = False
@@ -136,14 +152,15 @@ class _Watch:
         return Inspection(self.engine.module, self.recorder.latest, what, find_section(self.engine.config))
 
     def _micro_batch_begins(self) -> None:
-        if not self._left:
+        if self._begun == self._micro_batches:
             raise _Enough
-        self._left -= 1
+        self._begun += 1
+        self._progress.now(f"micro-batch {self._begun} of {self._micro_batches}")
         if attachment := api.get(self.engine):  # the innermost hooks alone would see what the units save
             attachment.detach()
 
 
-def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
+def inspect_script(arguments: Sequence[str], micro_batches: int, progress: Progress = _SILENT) -> Inspection:
     """Runs a script until its first engine has done ``micro_batches``; the last of them is told about.
 
     Raises:
@@ -159,7 +176,7 @@ def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
             "follows it to the script"
         )
     become_single_rank()
-    watch = _Watch(micro_batches)
+    watch = _Watch(micro_batches, progress)
     try:
         with watch.optimizers_watched(), suppress(_Enough):
             script.run(watch.initialize)
@@ -187,13 +204,28 @@ def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
     return watch.inspection(script.target)
 
 
-def inspect_transformers(random_model: RandomModel, micro_batches: int) -> Inspection:
-    """Builds the model and runs ``micro_batches`` of random tokens; the last is told about."""
-    model = random_model.build()
+def inspect_transformers(random_model: RandomModel, micro_batches: int, progress: Progress = _SILENT) -> Inspection:
+    """Builds the model and runs ``micro_batches`` of random tokens; the last is told about.
+
+    Raises:
+        RunFailedError: the device's memory ran out.
+    """
+    progress.now("reading the configuration")
+
+    def tell_size(parameters: int, size_bytes: int) -> None:
+        for line in random_model.announced(parameters, size_bytes, micro_batches, accelerator_device()):
+            progress.line(line)
+        progress.now("building the model")
+
+    model = random_model.build(tell_size)
     recorder = Watcher(model, make_streams(accelerator_device()))
     try:
-        for _ in range(micro_batches):
+        took = ""
+        for number in range(micro_batches):
+            progress.now(f"micro-batch {number + 1} of {micro_batches}{took}")
+            began = time.perf_counter()
             random_model.run(model)
+            took = f" (the one before took {time.perf_counter() - began:.0f} s)"
     except torch.OutOfMemoryError as error:
         found = Inspection(model, recorder.latest, random_model.source, None)
         raise _failure(error, found, "", f"--transformers {random_model.source}", _SMALLER_MODEL) from error

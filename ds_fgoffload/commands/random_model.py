@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,10 @@ _ALLOWED = "allowed: a model type such as qwen3, or a config.json, with --set fo
 _MOST_CHARACTERS = 300
 """Of an error of transformers, which may list all that it knows."""
 
+_FEW_TOKENS = 512
+_SLOW_ON_CPU = 2e12
+"""Floating point operations: tens of seconds on a few cores."""
+
 
 @dataclass(frozen=True)
 class RandomModel:
@@ -34,6 +38,20 @@ class RandomModel:
     batch: int
     dtype: str
     checkpointing: bool
+
+    def announced(self, parameters: int, size_bytes: int, micro_batches: int, device: torch.device) -> Iterator[str]:
+        """Lines about what is going to be run."""
+        sequences = f"{self.batch} x " if self.batch > 1 else ""
+        yield (
+            f"{self.source}: {_count(parameters)} parameters, {human(size_bytes)}; {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
+            f"{sequences}{self.tokens} tokens on {device.type}"
+        )
+        operations = 6 * parameters * self.tokens * self.batch * micro_batches  # of matrices, forward and backward
+        if device.type == "cpu" and operations > _SLOW_ON_CPU and self.tokens > _FEW_TOKENS:
+            yield (
+                f"on a CPU this may take minutes: give it fewer tokens (--tokens {_FEW_TOKENS}); what is saved is in "
+                "proportion"
+            )
 
     def build(self, tell_size: Callable[[int, int], None] = lambda _parameters, _bytes: None) -> nn.Module:
         """The model in training mode; ``tell_size`` is given its parameters and their bytes before they take memory.
@@ -113,3 +131,10 @@ class RandomModel:
 def _shortened(error: Exception) -> str:
     text = str(error)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS].rstrip()} ..."
+
+
+def _count(number: int) -> str:
+    for power, letter in ((9, "B"), (6, "M")):
+        if number >= 10**power:
+            return f"{number / 10**power:.1f} {letter}"
+    return str(number)
