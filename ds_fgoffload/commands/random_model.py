@@ -43,8 +43,8 @@ class RandomModel:
         """Lines about what is going to be run."""
         sequences = f"{self.batch} x " if self.batch > 1 else ""
         yield (
-            f"{self.source}: {_count(parameters)} parameters, {human(size_bytes)}; {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
-            f"{sequences}{self.tokens} tokens on {device.type}"
+            f"{self.source}: {_count(parameters)} parameters, {human(size_bytes)}; {micro_batches} "
+            f"micro-batch{'es' if micro_batches > 1 else ''} of {sequences}{self.tokens} tokens on {device.type}"
         )
         operations = 6 * parameters * self.tokens * self.batch * micro_batches  # of matrices, forward and backward
         if device.type == "cpu" and operations > _SLOW_ON_CPU and self.tokens > _FEW_TOKENS:
