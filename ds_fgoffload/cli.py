@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+import ds_fgoffload
 from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
 from ds_fgoffload.recording import RecordingError
 
@@ -19,13 +20,31 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,  # with the values of locals, which can be a training script's secrets
 )
 errors = Console(stderr=True)
 launcher_arguments: list[str] = []
 """What a launcher has put in front of the command, for the script."""
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"ds-fgoffload {ds_fgoffload.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version, and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(
+    options_metavar="[OPTIONS] [SCRIPT [ARGS]...]",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog="Several ranks: deepspeed --num_gpus 2 --module ds_fgoffload.cli inspect train.py ...; rank 0 tells.",
 )
@@ -47,7 +66,10 @@ def inspect(
     pattern: Annotated[
         list[str] | None, typer.Option("--pattern", "-p", help="Also say what this pattern would move. Repeatable.")
     ] = None,
-    min_tensor_bytes: Annotated[str, typer.Option(help="As in the section: smaller storages stay.")] = "1MiB",
+    min_tensor_bytes: Annotated[
+        str | None,
+        typer.Option(help="Smaller storages stay. Default: as in the script's section, else 1MiB.", show_default=False),
+    ] = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Levels of the tree to show. Default: all.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write all of it as JSON; - for the screen.")
@@ -66,30 +88,38 @@ def inspect(
     """
     from ds_fgoffload.commands import inspect as command
     from ds_fgoffload.commands import inspect_view as view
+    from ds_fgoffload.commands.random_model import RandomModel
     from ds_fgoffload.messages import rank
     from ds_fgoffload.sizes import parse_size
 
     try:
-        least_bytes = parse_size(min_tensor_bytes)
+        asked_bytes = None if min_tensor_bytes is None else parse_size(min_tensor_bytes)
     except ValueError as error:
         raise typer.BadParameter(f"--min-tensor-bytes {min_tensor_bytes}: allowed: {error}") from None
     if transformers is None and not context.args:
         raise typer.BadParameter("give a script, or --transformers TYPE")
-    with errors.status("running micro-batches", spinner="dots"):
-        if transformers is not None:
-            model = command.RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
-            inspection = command.inspect_transformers(model, micro_batches)
-        else:
-            inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches)
-    if rank():
-        return
-    if json_file is not None:
-        text = view.as_json(inspection, pattern or [], least_bytes)
-        if str(json_file) == "-":
-            sys.stdout.write(f"{text}\n")
-            return
-        json_file.write_text(text, encoding="utf-8")
-    _console().print(view.show(inspection, pattern or [], least_bytes, depth))
+    failure: command.RunFailedError | None = None
+    inspection: command.Inspection | None
+    with errors.status("running the script" if transformers is None else "importing", spinner="dots") as status:
+        progress = command.Progress(_tell, status.update)
+        try:
+            if transformers is not None:
+                model = RandomModel(transformers, _settings(override or []), tokens, batch, dtype, checkpointing)
+                inspection = command.inspect_transformers(model, micro_batches, progress)
+            else:
+                inspection = command.inspect_script([*launcher_arguments, *context.args], micro_batches, progress)
+        except command.RunFailedError as error:
+            failure, inspection = error, error.inspection
+    if failure is not None:
+        errors.print(failure.traceback, end="", markup=False, highlight=False, soft_wrap=True)
+    if inspection is not None and not rank():
+        least = inspection.least(asked_bytes)
+        if json_file is not None:
+            _write(json_file, view.as_json(inspection, pattern or [], least))
+        if str(json_file) != "-":
+            _console().print(view.show(inspection, pattern or [], least, depth))
+    if failure is not None:
+        raise failure
 
 
 @app.command()
@@ -131,21 +161,33 @@ def top(
 
 @app.command()
 def draw(
-    recording: Annotated[Path, typer.Argument(help="A step that was recorded, as JSON.")],
+    recording: Annotated[
+        Path | None, typer.Argument(help="A step that was recorded, as JSON.", show_default=False)
+    ] = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("step.html"),
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, for Perfetto or chrome://tracing.")
     ] = None,
+    *,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw the step that comes with the package; no file is needed.")
+    ] = False,
 ) -> None:
     """Draw a recorded step: memory over time with and without offloading, copies, and where compute waited.
 
-    The page is one file that fetches nothing.
+    The page is one file that fetches nothing. ds_fgoffload.get(engine).record("step.json") has the next step recorded,
+    on an accelerator. Without one, this draws a step that comes with the package:
+
+        ds-fgoffload draw --sample
     """
     from ds_fgoffload.chrome_trace import chrome_trace
+    from ds_fgoffload.commands import sample as made_by_hand
     from ds_fgoffload.page import page
     from ds_fgoffload.recording import StepRecording
 
-    step = StepRecording.read(recording)
+    if sample == (recording is not None):
+        raise typer.BadParameter("give either the file of a recorded step, or --sample")
+    step = made_by_hand.recording() if recording is None else StepRecording.read(recording)
     out.write_text(page(step), encoding="utf-8")
     errors.print(f"wrote {out}", highlight=False)
     if trace is not None:
@@ -170,6 +212,21 @@ def main() -> None:
 def _console() -> Console:
     """Where there is no terminal, tables have the room that they need."""
     return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _tell(line: str) -> None:
+    """Rank 0 does, beside what the script prints."""
+    from ds_fgoffload.messages import rank
+
+    if not rank():
+        errors.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write(file: Path, text: str) -> None:
+    if str(file) == "-":
+        sys.stdout.write(f"{text}\n")
+    else:
+        file.write_text(text, encoding="utf-8")
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

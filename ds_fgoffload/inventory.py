@@ -80,6 +80,7 @@ class Inventory:
     calls: dict[str, int] = field(default_factory=dict)
     records: list[StorageRecord] = field(default_factory=list)
     forward_ms: float | None = None
+    """None if the forward has not ended, so that more would have been saved."""
 
     @property
     def eligible_bytes(self) -> int:

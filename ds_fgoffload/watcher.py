@@ -50,7 +50,8 @@ class Watcher:
         self._producers = _Producers()
         self._handles = [
             root.register_forward_pre_hook(self._begin, prepend=True),
-            root.register_forward_hook(self._end, always_call=True),
+            root.register_forward_hook(self._end),
+            root.register_forward_hook(self._after, always_call=True),
         ]
         for name, module in root.named_modules():
             if module is not root:
@@ -58,6 +59,11 @@ class Watcher:
                     module.register_forward_pre_hook(partial(self._enter, name), prepend=True),
                     module.register_forward_hook(self._leave, always_call=True),
                 ]
+
+    @property
+    def latest(self) -> Inventory:
+        """:attr:`inventory`, or where no forward has ended, what was saved in the one that raised."""
+        return self._next if self.inventory.forward_ms is None else self.inventory
 
     def remove(self) -> None:
         """Takes the hooks off."""
@@ -87,6 +93,9 @@ class Watcher:
             for seen in self._seen.values():
                 seen.look_who_holds_it()
             self.inventory = self._next
+
+    def _after(self, _root: nn.Module, _arguments: object, _output: object) -> None:
+        """Also of a forward that raised, which is none to tell about."""
         self._close()
 
     def _close(self) -> None:

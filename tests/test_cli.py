@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
 from distributed import one_rank
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from typer.testing import CliRunner
 
+import ds_fgoffload
 from ds_fgoffload import cli
-from ds_fgoffload.commands import doctor
+from ds_fgoffload.commands import doctor, inspect
 from ds_fgoffload.commands.doctor import Finding, Verdict
+from ds_fgoffload.commands.random_model import RandomModel
 from ds_fgoffload.config import find_section, parse_config
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
+from ds_fgoffload.streams import SynchronousStreams
 
 TINY = [
     f"--set={setting}"
@@ -44,6 +50,22 @@ def run(*arguments: str) -> str:
 def test_help_names_every_command_and_how_to_call_it() -> None:
     assert {"inspect", "doctor"} <= set(run("--help").split())
     assert "ds-fgoffload inspect train.py --deepspeed_config ds_config.json" in run("inspect", "--help")
+
+
+def test_usage_names_the_script_and_its_arguments() -> None:
+    assert "inspect [OPTIONS] [SCRIPT [ARGS]...]" in run("inspect", "--help")
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version") == f"ds-fgoffload {ds_fgoffload.__version__}\n"
+
+
+def test_the_package_can_be_run_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "--version"])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_module("ds_fgoffload", run_name="__main__")
+    assert raised.value.code == 0
+    assert capsys.readouterr().out.startswith("ds-fgoffload ")
 
 
 def test_a_model_of_transformers_as_a_tree(tmp_path: Path) -> None:
@@ -93,6 +115,11 @@ def test_nothing_large_enough_says_what_to_do() -> None:
     ("arguments", "error", "message"),
     [
         ([*LLAMA[:2], "no_such_family"], OffloadConfigError, "allowed: a model type such as qwen3, or a config.json"),
+        (
+            [*LLAMA, "--dtype", "fp99"],
+            OffloadConfigError,
+            "^--dtype fp99: allowed: bfloat16, float16, float32",
+        ),
         ([*LLAMA, "-p", "*.mlpp"], OffloadConfigError, "matches no module"),
         (["inspect", "-m"], OffloadStateError, "no script to run"),
     ],
@@ -100,6 +127,20 @@ def test_nothing_large_enough_says_what_to_do() -> None:
 def test_errors_of_users(arguments: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("qwn3", "no such model type (nearest: qwen3, "),
+        ("vit", "transformers has no causal language model for it"),
+    ],
+)
+def test_of_all_the_model_types_only_the_nearest_are_named(source: str, message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(OffloadConfigError, match=re.escape(message)) as raised:
+        run("inspect", "--transformers", source)
+    assert len(str(raised.value)) < 600
 
 
 @pytest.mark.parametrize(
@@ -172,6 +213,13 @@ SCRIPT = """
 
 
 @pytest.fixture
+def own_argv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's arguments and folder go when the test ends."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
 def _rank() -> Iterator[None]:
     with one_rank():
         yield
@@ -198,6 +246,26 @@ def test_a_script_runs_for_a_few_micro_batches(
 
 
 @pytest.mark.usefixtures("_rank")
+@pytest.mark.parametrize(
+    ("written", "asked", "expected"),
+    [
+        ("48", [], (48, "the script's fine_grained_offload section")),
+        ('"64B"', [], (64, "the script's fine_grained_offload section")),
+        ("48", ["--min-tensor-bytes", "0"], (0, "--min-tensor-bytes")),
+        ('"many"', [], (1 << 20, "the default, since the script's section has 'many', which is no size")),
+    ],
+)
+def test_the_scripts_own_least_size_is_used(tmp_path, own_argv, written, asked, expected) -> None:
+    script, file = tmp_path / "train_it.py", tmp_path / "inventory.json"
+    text = dedent(SCRIPT).replace("INITIALIZE", "deepspeed.initialize")
+    script.write_text(text.replace('"min_tensor_bytes": 0', f'"min_tensor_bytes": {written}'))
+    output = run("inspect", "--json", str(file), *asked, str(script), "--flag")
+    found = json.loads(file.read_text())
+    assert (found["min_tensor_bytes"], found["min_tensor_bytes_from"]) == expected
+    assert f"(min_tensor_bytes, {expected[1]})" in output
+
+
+@pytest.mark.usefixtures("_rank")
 def test_a_script_without_an_engine_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -205,6 +273,195 @@ def test_a_script_without_an_engine_is_told_so(tmp_path: Path, monkeypatch: pyte
     script.write_text("print('hello')")
     with pytest.raises(OffloadStateError, match=r"nothing.py ended without calling deepspeed.initialize"):
         run("inspect", str(script))
+
+
+WITHOUT_ENGINE = """
+    import deepspeed, torch
+
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for step in range(100):
+        print("step", step)
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_a_script_that_trains_without_an_engine_is_ended_early(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(dedent(WITHOUT_ENGINE))
+    before = list(_global_optimizer_post_hooks)
+    result = CliRunner().invoke(cli.app, ["inspect", "--micro-batches", "3", str(script)])
+    assert isinstance(result.exception, OffloadStateError)
+    assert "plain.py has done 5 optimizer steps and made no DeepSpeed engine" in str(result.exception)
+    assert [line for line in result.output.splitlines() if line.startswith("step")] == [f"step {n}" for n in range(5)]
+    assert list(_global_optimizer_post_hooks) == before
+
+
+def test_steps_that_deepspeed_does_while_it_makes_an_engine_are_not_counted() -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters())
+
+    def original() -> tuple[object, ...]:
+        for _ in range(100):
+            optimizer.step()
+        return SimpleNamespace(module=net), optimizer, None, None
+
+    watch = inspect._Watch(2, inspect.Progress())
+    with watch.optimizers_watched():
+        watch.initialize(original)
+        for _ in range(100):
+            optimizer.step()
+    assert watch.steps_without_engine == 0
+
+
+def failing(where: str, error: str) -> str:
+    """The script, with ``error`` raised in its second layer, its step, or with no engine yet."""
+    text = dedent(SCRIPT).replace("INITIALIZE", "deepspeed.initialize").replace("except Exception", "except OSError")
+    fail = f"raise {error}"
+    old, new = {
+        "forward": ("self.fc2(nn.functional.gelu(self.fc1(x)))", "fail(self.fc1(x).square())"),
+        "step": ("engine.step()", "fail(0)"),
+        "start": ("net = Net()", "fail(0)"),
+    }[where]
+    assert old in text
+    return f"import torch\ndef fail(x):\n    {fail}\n" + text.replace(old, new)
+
+
+OUT = "torch.OutOfMemoryError('out of memory. Tried to allocate 20.00 GiB')"
+ADVICE = (
+    "give it a shorter sequence, a smaller batch or fewer layers for this run (what is saved grows in proportion), or "
+    "use --transformers config.json --set num_hidden_layers=2"
+)
+AFTER = f"error: the script ran out of device memory; what is shown was saved before that; {ADVICE}"
+BEFORE = f"error: the script ran out of device memory before a micro-batch was over; {ADVICE}"
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+@pytest.mark.parametrize(
+    ("where", "error", "last", "shown"),
+    [
+        ("start", OUT, BEFORE, None),
+        ("forward", OUT, BEFORE, "a part of one micro-batch saved"),
+        (
+            "step",
+            OUT,
+            f"error: the script ran out of device memory; what is shown was saved before that; {ADVICE}",
+            "one",
+        ),
+        ("step", f"RuntimeError('wrapped') from {OUT}", AFTER, "one"),
+        ("forward", "ValueError('no')", "error: the script raised ValueError before its micro-batches were over", None),
+    ],
+)
+def test_a_script_that_raises(tmp_path, monkeypatch, capsys, where, error, last, shown) -> None:
+    script, file = tmp_path / "train_it.py", tmp_path / "inventory.json"
+    script.write_text(failing(where, error))
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", "--json", str(file), str(script), "--flag"])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 1
+    out, err = capsys.readouterr()
+    told = err[err.index("Traceback") :].splitlines()
+    assert told[-1].startswith(last)
+    files = [line.split('"')[1] for line in told if line.startswith('  File "')]
+    assert set(files) == {str(script)}
+    assert any(line.endswith(", in fail") for line in told)
+    if shown is None:
+        assert not file.exists()
+        assert "saved for backward, by module" not in out
+    else:
+        incomplete = where == "forward"
+        assert shown in out
+        assert ("INCOMPLETE" in out) == incomplete == ("what each pattern" not in out)
+        found = json.loads(file.read_text())
+        assert bool(found["incomplete"]) == incomplete
+        assert "fc1" in found["modules"]
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_a_setting_that_is_wrong_is_told_without_the_script(tmp_path, monkeypatch, capsys) -> None:
+    script = tmp_path / "train_it.py"
+    text = dedent(SCRIPT).replace("INITIALIZE", "__import__('ds_fgoffload').initialize")
+    script.write_text(text.replace('"fc2"]', '"fc3"]'))
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", str(script)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    err = capsys.readouterr().err
+    assert 'pattern "fc3" matches no module' in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such.py", "--flag"], "error: there is no script no_such.py in "),
+        (["-m", "no_such_module"], "error: there is no module no_such_module"),
+    ],
+)
+def test_a_script_that_is_not_there(monkeypatch, capsys, arguments, message) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith(message)
+    assert "File " not in err
+
+
+def test_how_much_is_run_is_told_before_it_is(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    transformers = pytest.importorskip("transformers")
+    told_before = []
+
+    def build(*_arguments: object, **_keywords: object) -> None:
+        if torch.get_default_device().type == "meta":
+            return original(*_arguments, **_keywords)
+        told_before.append(capsys.readouterr().err)
+        raise ValueError("far enough")
+
+    original = transformers.AutoModelForCausalLM.from_config
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", build)
+    with pytest.raises(OffloadConfigError, match="far enough"):
+        cli.app([*LLAMA, "--batch", "3"], standalone_mode=False)
+    weights = 2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 2 * 32) + 32
+    size = f"{weights * 4 / 1024:.1f} KiB"
+    assert told_before == [f"llama: {weights} parameters, {size}; 2 micro-batches of 3 x 16 tokens on cpu\n"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "hints"), [(4096, "cpu", True), (512, "cpu", False), (4096, "cuda", False)]
+)
+def test_many_tokens_on_a_cpu_are_advised_against(tokens: int, device: str, hints: bool) -> None:
+    model = RandomModel("qwen3", {}, tokens, batch=1, dtype="float32", checkpointing=False)
+    first, *hint = model.announced(1_234_000_000, 5 << 30, 2, torch.device(device))
+    assert first == f"qwen3: 1.2 B parameters, 5.0 GiB; 2 micro-batches of {tokens} tokens on {device}"
+    assert [("--tokens 512" in line) for line in hint] == [True] * hints
+
+
+def test_each_micro_batch_is_told_of() -> None:
+    pytest.importorskip("transformers")
+    settings = dict(pair.removeprefix("--set=").split("=") for pair in TINY)
+    model = RandomModel("llama", {key: int(value) for key, value in settings.items()}, 16, 1, "float32", False)
+    told: list[str] = []
+    inspect.inspect_transformers(model, 2, inspect.Progress(now=told.append))
+    assert told[-2] == "micro-batch 1 of 2"
+    assert re.fullmatch(r"micro-batch 2 of 2 \(the one before took \d+ s\)", told[-1])
+
+
+def test_a_model_of_transformers_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", fail)
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", *LLAMA])
+    with pytest.raises(SystemExit):
+        cli.main()
+    out, err = capsys.readouterr()
+    assert "--tokens" in err.splitlines()[-1]
+    assert "INCOMPLETE" in out
+    assert "Traceback" not in err
 
 
 def write(path: Path, text: str) -> None:
@@ -261,10 +518,22 @@ def test_pinning_that_is_refused_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(doctor, "_pinned", refuse)
-    (found,) = doctor._measured()
+    (found,) = doctor._measured_on(SynchronousStreams(torch.device("cpu")), 1 << 20)
     assert found.verdict is Verdict.FAIL
     assert doctor.exit_code([found]) == 1
     assert doctor.exit_code([Finding("x", Verdict.OK, "")]) == 0
+
+
+def test_a_device_has_its_link_measured_both_ways() -> None:
+    found = list(doctor._measured_on(SynchronousStreams(torch.device("cpu")), 1 << 20))
+    assert [f.name for f in found] == ["pinning", "link, device to host", "link, host to device"]
+    assert all("GB/s" in f.found for f in found)
+
+
+def test_a_cpu_alone_has_no_link_to_measure() -> None:
+    (found,) = doctor._measured(torch.device("cpu"))
+    assert found.found.startswith("nothing to measure")
+    assert "GB/s" not in found.found
 
 
 def test_an_old_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +547,7 @@ def test_the_doctors_command_measures_and_tells_by_its_exit_code() -> None:
     result = CliRunner().invoke(cli.app, ["doctor", "--json"])
     found = json.loads(result.output[result.output.index("[\n") :])
     assert [f["found"] for f in found if f["name"].startswith("link")]
+    assert "GB/s" not in result.output  # nothing is pinned or copied over a link here
     assert result.exit_code == 2  # no accelerator here
     text = CliRunner().invoke(cli.app, ["doctor", "--no-measure"]).output
     assert re.search(r"torch \.+\s+\[OK\]\s+" + re.escape(torch.__version__), text)

@@ -12,9 +12,11 @@ PACKAGE = Path(ds_fgoffload.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = {
+    9: "__main__",
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
-    "commands commands.inspect commands.inspect_view commands.doctor commands.top",
+    "commands commands.inspect commands.inspect_view commands.doctor commands.random_model "
+    "commands.sample commands.script_failure commands.top",
     6: "report tally step_log step_file page chrome_trace checkpoints "
     "adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks watcher",
@@ -30,7 +32,7 @@ BESIDE = {
     "run": {"api", "script"},
     "auto": {"api"},
     "integrations.transformers": {"api", "script"},
-    "commands.inspect": {"api", "script"},
+    "commands.inspect": {"api", "commands.random_model", "commands.script_failure", "script"},
     "commands.inspect_view": {"commands.inspect", "suggest"},
     "adapters": {"adapters.plain", "adapters.zero", "adapters.pipeline"},
     "adapters.pipeline": {"adapters.zero"},

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from step_recording import MIB, recording
+from typer.testing import CliRunner
 
 from ds_fgoffload import cli
 from ds_fgoffload.chrome_trace import chrome_trace
@@ -103,9 +104,22 @@ def test_the_trace_has_lanes_and_counters() -> None:
     assert {e["name"] for e in events if e["ph"] == "C"} == {"saved, with offloading", "saved, without"}
 
 
-def test_the_command_draws_both(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
+def test_the_command_draws_a_sample_without_a_file(tmp_path: Path) -> None:
+    html = tmp_path / "step.html"
+    result = CliRunner().invoke(cli.app, ["draw", "--sample", "--out", str(html)])
+    assert result.exit_code == 0, result.output
+    assert "One step of a small decoder" in html.read_text()
+    assert "draw --sample" in CliRunner().invoke(cli.app, ["draw", "--help"]).output
 
+
+@pytest.mark.parametrize("arguments", [[], ["--sample", "step.json"]])
+def test_the_command_draws_a_file_or_the_sample(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, ["draw", *arguments])
+    assert result.exit_code == 2
+    assert "or --sample" in result.output
+
+
+def test_the_command_draws_both(tmp_path: Path) -> None:
     source, html, trace = tmp_path / "step.json", tmp_path / "step.html", tmp_path / "trace.json"
     source.write_text(recording().to_json())
     result = CliRunner().invoke(cli.app, ["draw", str(source), "--out", str(html), "--trace", str(trace)])

@@ -164,6 +164,34 @@ def test_a_forward_that_raises_leaves_nothing_open() -> None:
     assert len(inventory.records) == 8
 
 
+def test_a_forward_that_raises_is_shown_only_where_none_has_ended() -> None:
+    class Failing(Net):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if self.fails:
+                raise ValueError
+            return y
+
+    net = Failing()
+    recorder = Watcher(net, SynchronousStreams(torch.device("cpu")))
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    with pytest.raises(ValueError):
+        net(x)
+    assert recorder.inventory.records == []
+    assert len(recorder.latest.records) == 8
+    assert recorder.latest.forward_ms is None
+    net.fails = False
+    net(x)
+    net.fails = True
+    whole = recorder.inventory
+    with pytest.raises(ValueError):
+        net(x)
+    assert recorder.latest is recorder.inventory is whole
+    assert whole.forward_ms is not None
+
+
 def test_what_changes_in_place_is_refused_as_ever() -> None:
     class Changing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

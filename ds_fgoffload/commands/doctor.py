@@ -64,7 +64,7 @@ def examine(*, measure: bool, root: Path = Path("/"), home: Path | None = None) 
     findings = [*_versions(), _accelerator(), *_host_memory(root), _memlock(), _shared_memory(root), *_links(root)]
     findings += [*_environment(), *_locks(home or Path.home())]
     if measure:
-        findings += _measured()
+        findings += _measured(accelerator_device())
     return findings
 
 
@@ -221,10 +221,15 @@ def _locks(home: Path) -> Iterator[Finding]:
         )
 
 
-def _measured() -> Iterator[Finding]:
-    device = accelerator_device()
+def _measured(device: torch.device) -> Iterator[Finding]:
+    if device.type == "cpu":
+        yield Finding("link and pinning", Verdict.OK, "nothing to measure: no link and no pinned memory on a CPU alone")
+        return
     streams = make_streams(device)
-    size_bytes = _SMALL_PROBE_BYTES if streams.synchronous else _PROBE_BYTES
+    yield from _measured_on(streams, _SMALL_PROBE_BYTES if streams.synchronous else _PROBE_BYTES)
+
+
+def _measured_on(streams: Streams, size_bytes: int) -> Iterator[Finding]:
     began = time.perf_counter()
     try:
         host = _pinned(size_bytes)
@@ -246,7 +251,7 @@ def _measured() -> Iterator[Finding]:
         ("link, host to device", streams.h2d, memory, host),
     ):
         rate = max(_copy_gb_s(streams, stream, destination, source) for _ in range(3))
-        slow = device.type != "cpu" and rate < _SLOW_LINK_GB_S
+        slow = rate < _SLOW_LINK_GB_S
         remedy = "PCIe 4 x16 gives about 25 GB/s: look at the link above, and at who else uses it" if slow else ""
         yield Finding(name, Verdict.NOTE if slow else Verdict.OK, f"{rate:.1f} GB/s", remedy)
 

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ds_fgoffload import api
-from ds_fgoffload.config import find_section
-from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
+from ds_fgoffload.commands.random_model import RandomModel
+from ds_fgoffload.commands.script_failure import own_traceback, ran_out_of_memory
+from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section
+from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
 from ds_fgoffload.inventory import Inventory
 from ds_fgoffload.script import UserScript
-from ds_fgoffload.sizes import human
-from ds_fgoffload.streams import accelerator_device, free_device_bytes, make_streams
+from ds_fgoffload.sizes import parse_size
+from ds_fgoffload.streams import accelerator_device, make_streams
 from ds_fgoffload.watcher import Watcher
+
+_LESS = "a shorter sequence, a smaller batch or fewer layers"
+_SMALLER_SCRIPT = (
+    f"give it {_LESS} for this run (what is saved grows in proportion), or use --transformers config.json "
+    "--set num_hidden_layers=2"
+)
+_SMALLER_MODEL = f"give it {_LESS} (--tokens, --batch, --set num_hidden_layers=2); what is saved grows in proportion"
+
+
+class LeastBytes(NamedTuple):
+    """``min_tensor_bytes``, and where it comes from."""
+
+    size_bytes: int
+    source: str
 
 
 @dataclass(frozen=True)
@@ -35,138 +49,198 @@ class Inspection:
     what: str
     section: Mapping[str, Any] | None
     """The section of the configuration that the script was run with."""
+    incomplete: str | None = None
+    """Why more would have been saved."""
+
+    def least(self, asked_bytes: int | None) -> LeastBytes:
+        """``asked_bytes`` if the command line has them, else what the script's section says, else the default."""
+        if asked_bytes is not None:
+            return LeastBytes(asked_bytes, "--min-tensor-bytes")
+        default = int(FineGrainedOffloadConfig.model_fields["min_tensor_bytes"].default)
+        if self.section is None or "min_tensor_bytes" not in self.section:
+            return LeastBytes(default, "the default")
+        value = self.section["min_tensor_bytes"]
+        try:
+            return LeastBytes(parse_size(value), f"the script's {SECTION} section")
+        except ValueError:
+            return LeastBytes(default, f"the default, since the script's section has {value!r}, which is no size")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a person learns how far it is."""
+
+    line: Callable[[str], None] = lambda _text: None
+    """Told once, and stays."""
+    now: Callable[[str], None] = lambda _text: None
+    """Takes the place of what it was told before."""
+
+
+_SILENT = Progress()
+
+
+class RunFailedError(OffloadStateError):
+    """What was run for its micro-batches has raised.
+
+    Attributes:
+        traceback: the script's own lines; empty if there is no script.
+        inspection: what is known nevertheless.
+    """
+
+    def __init__(self, message: str, traceback: str, inspection: Inspection | None) -> None:
+        super().__init__(message)
+        self.traceback = traceback
+        self.inspection = inspection
 
 
 class _Enough(BaseException):
     """As many micro-batches as were asked for have run."""
 
 
-class _Watch:
-    """Puts a recorder on the first engine that the script makes, and ends the script after ``micro_batches``."""
+class _NoEngine(BaseException):
+    """The script trains, and not with DeepSpeed."""
 
-    def __init__(self, micro_batches: int) -> None:
+
+class _Watch:
+    """Puts a recorder on the first engine that the script makes, and ends the script after ``micro_batches``.
+
+    Also ends it where it trains with no engine: it would go on to its end, and there would be nothing to tell.
+    """
+
+    def __init__(self, micro_batches: int, progress: Progress) -> None:
         self.engine: Any = None
         self.recorder: Watcher | None = None
-        self._left = micro_batches
+        self._micro_batches = micro_batches
+        self._begun = 0
+        self._progress = progress
+        self.steps_without_engine = 0
+        self._most_steps = micro_batches + 2
+        self._makes_engine = False
+
+    @contextmanager
+    def optimizers_watched(self) -> Iterator[None]:
+        """All of PyTorch's."""
+        handle = register_optimizer_step_post_hook(self._optimizer_stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        if self.engine is not None or self._makes_engine:  # DeepSpeed steps to have the optimizer's states made
+            return
+        self.steps_without_engine += 1
+        if self.steps_without_engine >= self._most_steps:
+            raise _NoEngine
 
     def initialize(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
+        self._makes_engine = True
+        try:
+            made = original(*args, **kwargs)
+        finally:
+            self._makes_engine = False
         if self.engine is None:
             self.engine = made[0]
             self.recorder = Watcher(made[0].module, make_streams(accelerator_device()), self._micro_batch_begins)
         return made
 
+    def inspection(self, what: str) -> Inspection:
+        """Of what the engine has done."""
+        assert self.recorder is not None
+        self.recorder.remove()
+        return Inspection(self.engine.module, self.recorder.latest, what, find_section(self.engine.config))
+
     def _micro_batch_begins(self) -> None:
-        if not self._left:
+        if self._begun == self._micro_batches:
             raise _Enough
-        self._left -= 1
+        self._begun += 1
+        self._progress.now(f"micro-batch {self._begun} of {self._micro_batches}")
         if attachment := api.get(self.engine):  # the innermost hooks alone would see what the units save
             attachment.detach()
 
 
-def inspect_script(arguments: Sequence[str], micro_batches: int) -> Inspection:
+def inspect_script(arguments: Sequence[str], micro_batches: int, progress: Progress = _SILENT) -> Inspection:
     """Runs a script until its first engine has done ``micro_batches``; the last of them is told about.
 
     Raises:
-        OffloadStateError: it made no engine, or ran too few micro-batches.
+        RunFailedError: it raised.
+        OffloadStateError: there is no such script, it made no engine, or ran too few micro-batches.
     """
     script = UserScript.of(arguments)
     if script is None:
         raise OffloadStateError("no script to run: give a script.py or -m package.module, and its arguments")
     become_single_rank()
-    watch = _Watch(micro_batches)
-    with suppress(_Enough):
-        script.run(watch.initialize)
+    watch = _Watch(micro_batches, progress)
+    try:
+        with watch.optimizers_watched(), suppress(_Enough):
+            script.run(watch.initialize)
+    except _NoEngine:
+        raise OffloadStateError(
+            f"{script.target} has done {watch.steps_without_engine} optimizer steps and made no DeepSpeed engine, and "
+            "only a model that an engine was made of is seen; have it train with DeepSpeed (any ZeRO stage, 0 too; "
+            "for a Trainer: --deepspeed ds_config.json), or use --transformers. If it makes its engine later, give "
+            "--micro-batches a larger number"
+        ) from None
+    except (OffloadConfigError, OffloadStateError, HostPoolError):
+        raise
+    except Exception as error:
+        found = None if watch.recorder is None else watch.inspection(script.target)
+        raise _failure(error, found, own_traceback(error), "the script", _SMALLER_SCRIPT) from error
     if watch.recorder is None:
         raise OffloadStateError(
             f"{script.target} ended without calling deepspeed.initialize, and only a model that an engine was made of "
             "is seen; for a model without DeepSpeed use --transformers, or start the script as it is started to train"
         )
-    watch.recorder.remove()
     if not watch.recorder.inventory.records:
         raise OffloadStateError(
             f"{script.target}: no micro-batch with gradients has ended its forward, so nothing was saved to tell about"
         )
-    section = find_section(watch.engine.config)
-    return Inspection(watch.engine.module, watch.recorder.inventory, script.target, section)
+    return watch.inspection(script.target)
 
 
-@dataclass(frozen=True)
-class RandomModel:
-    """A causal language model of transformers with random weights, and one micro-batch for it."""
+def inspect_transformers(random_model: RandomModel, micro_batches: int, progress: Progress = _SILENT) -> Inspection:
+    """Builds the model and runs ``micro_batches`` of random tokens; the last is told about.
 
-    source: str
-    """A model type (``qwen3``), or the path of a config.json or of its folder."""
-    overrides: Mapping[str, Any]
-    tokens: int
-    batch: int
-    dtype: str
-    checkpointing: bool
+    Raises:
+        RunFailedError: the device's memory ran out.
+    """
+    progress.now("reading the configuration")
 
-    def build(self) -> nn.Module:
-        """Raises :class:`OffloadConfigError` if transformers does not take the configuration."""
-        try:
-            import transformers
-        except ImportError:
-            raise OffloadStateError("--transformers needs the package transformers: pip install transformers") from None
-        try:
-            config = self._configuration(transformers.AutoConfig)
-            dtype = getattr(torch, self.dtype)
-            with torch.device("meta"):
-                shape = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-            self._refuse_if_too_large(sum(p.numel() * p.element_size() for p in shape.parameters()))
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        except (ValueError, KeyError, OSError, AttributeError, TypeError) as error:
-            raise OffloadConfigError(
-                f"--transformers {self.source}: {error}; allowed: a model type such as qwen3, or a config.json, "
-                "with --set for its keys"
-            ) from error
-        config.use_cache = False
-        if self.checkpointing:
-            # transformers 6 knows the first name only, transformers 4 the second
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable()  # type: ignore[operator]
-        return model.train().to(accelerator_device())
+    def tell_size(parameters: int, size_bytes: int) -> None:
+        for line in random_model.announced(parameters, size_bytes, micro_batches, accelerator_device()):
+            progress.line(line)
+        progress.now("building the model")
 
-    def _configuration(self, kinds: Any) -> Any:
-        """That of ``source`` with ``overrides``, none of which is unknown to it."""
-        if Path(self.source).exists():
-            make = partial(kinds.from_pretrained, self.source, local_files_only=True)
-        else:
-            make = partial(kinds.for_model, self.source)
-        known = make()
-        for key in self.overrides:
-            if not hasattr(known, key):
-                nearest = difflib.get_close_matches(key, known.to_dict(), n=1)
-                hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
-                raise OffloadConfigError(f'--set {key}: the configuration of {self.source} has no "{key}"{hint}')
-        return make(**self.overrides)
-
-    def _refuse_if_too_large(self, weight_bytes: int) -> None:
-        """Before anything is allocated."""
-        left_bytes = min(psutil.virtual_memory().available, free_device_bytes())
-        if 2 * weight_bytes > left_bytes:
-            raise OffloadStateError(
-                f"--transformers {self.source}: weights and gradients take {human(2 * weight_bytes)}, and "
-                f"{human(left_bytes)} of memory are free; give it fewer layers (--set num_hidden_layers=2), which save "
-                "the same each, or another --dtype"
-            )
-
-    def run(self, model: nn.Module) -> None:
-        """One forward and backward."""
-        vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
-        ids = torch.randint(vocabulary, (self.batch, self.tokens), device=accelerator_device())
-        model(input_ids=ids, labels=ids).loss.backward()
-
-
-def inspect_transformers(random_model: RandomModel, micro_batches: int) -> Inspection:
-    """Builds the model and runs ``micro_batches`` of random tokens; the last is told about."""
-    model = random_model.build()
+    model = random_model.build(tell_size)
     recorder = Watcher(model, make_streams(accelerator_device()))
-    for _ in range(micro_batches):
-        random_model.run(model)
-    recorder.remove()
+    try:
+        took = ""
+        for number in range(micro_batches):
+            progress.now(f"micro-batch {number + 1} of {micro_batches}{took}")
+            began = time.perf_counter()
+            random_model.run(model)
+            took = f" (the one before took {time.perf_counter() - began:.0f} s)"
+    except torch.OutOfMemoryError as error:
+        found = Inspection(model, recorder.latest, random_model.source, None)
+        raise _failure(error, found, "", f"--transformers {random_model.source}", _SMALLER_MODEL) from error
+    finally:
+        recorder.remove()
     return Inspection(model, recorder.inventory, random_model.source, None)
+
+
+def _failure(error: Exception, found: Inspection | None, traceback: str, what: str, remedy: str) -> RunFailedError:
+    """``found`` is shown where memory was all that lacked."""
+    if not ran_out_of_memory(error):
+        message = f"{what} raised {type(error).__name__} before its micro-batches were over"
+        return RunFailedError(message, traceback, None)
+    message = f"{what} ran out of device memory before a micro-batch was over; {remedy}"
+    if found is None or not found.inventory.records:
+        return RunFailedError(message, traceback, None)
+    if found.inventory.forward_ms is None:
+        found = replace(found, incomplete="device memory ran out in the first forward")
+    else:
+        message = f"{what} ran out of device memory; what is shown was saved before that; {remedy}"
+    return RunFailedError(message, traceback, found)
 
 
 def become_single_rank() -> None:

@@ -14,7 +14,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from ds_fgoffload.commands.inspect import Inspection
+from ds_fgoffload.commands.inspect import Inspection, LeastBytes
 from ds_fgoffload.config import SECTION
 from ds_fgoffload.errors import OffloadConfigError
 from ds_fgoffload.inventory import Inventory, StorageRecord, producers
@@ -57,10 +57,14 @@ def tree(inventory: Inventory) -> Node:
     return root
 
 
-def show(inspection: Inspection, patterns: Sequence[str], min_tensor_bytes: int, depth: int | None) -> RenderableType:
+def show(inspection: Inspection, patterns: Sequence[str], least: int | LeastBytes, depth: int | None) -> RenderableType:
     """All that a person is told."""
     inventory = inspection.inventory
+    min_tensor_bytes, source = least if isinstance(least, LeastBytes) else LeastBytes(least, "as asked")
     parts: list[RenderableType] = [_headline(inspection), _tree_table(tree(inventory), depth)]
+    if inspection.incomplete:  # what a pattern would move of a part says nothing about the whole
+        return Group(*parts, Text(f"INCOMPLETE: {inspection.incomplete}; modules after that are not in the table."))
+    parts.append(Text(f"Storages under {human(min_tensor_bytes)} stay (min_tensor_bytes, {source}).\n"))
     asked = _asked(inspection, patterns, min_tensor_bytes)
     if asked:
         parts.append(_patterns_table("these patterns", asked))
@@ -73,17 +77,20 @@ def show(inspection: Inspection, patterns: Sequence[str], min_tensor_bytes: int,
     return Group(*parts)
 
 
-def as_json(inspection: Inspection, patterns: Sequence[str], min_tensor_bytes: int) -> str:
+def as_json(inspection: Inspection, patterns: Sequence[str], least: LeastBytes) -> str:
     """The same facts, and every storage."""
+    min_tensor_bytes = least.size_bytes
     inventory = inspection.inventory
     choice = candidates(inspection.root, inventory, min_tensor_bytes)
     choice += _asked(inspection, patterns, min_tensor_bytes)
     return json.dumps(
         {
             "inspected": inspection.what,
+            "incomplete": inspection.incomplete,
             "forward_ms": inventory.forward_ms,
             "eligible_bytes": inventory.eligible_bytes,
             "min_tensor_bytes": min_tensor_bytes,
+            "min_tensor_bytes_from": least.source,
             "modules": {
                 name: {
                     "class": inventory.classes[name],
@@ -114,8 +121,9 @@ def _headline(inspection: Inspection) -> RenderableType:
     inventory = inspection.inventory
     stays = sum(record.size_bytes for record in inventory.records if record.skip is not None)
     held = sum(record.size_bytes for record in inventory.records if record.held)
+    saves = "a part of one micro-batch saved" if inspection.incomplete else "one micro-batch saves"
     text = (
-        f"{inspection.what}: one micro-batch saves {human(inventory.eligible_bytes)} for backward in "
+        f"{inspection.what}: {saves} {human(inventory.eligible_bytes)} for backward in "
         f"{len(inventory.records)} storages, parameters aside"
     )
     text += f"; {human(held)} are held by others as well, so copying them frees nothing" if held else ""
@@ -240,7 +248,7 @@ def _why_nothing(inventory: Inventory, min_tensor_bytes: int) -> str:
     if not large:
         largest = max((r.size_bytes for r in inventory.records), default=0)
         return (
-            f"the largest storage is {human(largest)} and --min-tensor-bytes is {human(min_tensor_bytes)}; lower it, "
-            "or inspect with the batch that you train with"
+            f"the largest storage is {human(largest)} and min_tensor_bytes is {human(min_tensor_bytes)}; lower it "
+            "(--min-tensor-bytes), or inspect with the batch that you train with"
         )
     return "something besides autograd holds every storage"
