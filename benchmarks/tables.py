@@ -215,9 +215,53 @@ def is_there(name: str) -> bool:
     return (RESULTS / f"{name}.json").is_file()
 
 
+def in_short() -> list[str]:
+    """A line for each question, where it was answered: GiB or share of max reserved, and time."""
+    lines = []
+    if is_there("on_time_2gpu_pipeline"):
+        ranks = load("on_time_2gpu_pipeline")["ranks"]
+        name = next(name for name in ranks[0] if name != "plain")
+        before, after = (max(modes[key]["max_reserved_gib"] for modes in ranks) for key in ("plain", name))
+        lines.append(
+            f"- two pipeline stages, the fuller of them: max reserved {after / before - 1:+.1%}, "
+            f"step {ranks[0][name]['added_time']:+.1%}"
+        )
+    for title_, name, keys in (
+        ("DeepSeek-V3-shaped stack", "on_time_deepseek", ("ours almost free", "ours 4 GiB", "megatron", "trl")),
+        (
+            "the same with a blocking read in every router",
+            "on_time_deepseek_reads",
+            (f"ours almost free{READS}", f"megatron{READS}"),
+        ),
+        (
+            "the same with norms and activation functions recomputed, in expandable segments",
+            "on_time_deepseek_expandable",
+            ("recomputed norms and act, the rest offloaded",),
+        ),
+        (
+            "dense stack, likewise",
+            "on_time_llama8b",
+            ("ours almost free", "recomputed norms and act", "recomputed norms and act, the rest offloaded"),
+        ),
+    ):
+        if is_there(name):
+            modes = load(name)["modes"]
+            lines.append(f"- {title_}: " + "; ".join(_in_short(key, modes[key]) for key in keys if key in modes))
+    figures = load("checkpoint_inputs")
+    lines.append(
+        "- checkpoint inputs: " + "; ".join(_in_short(key, figures[key]) for key in ("ours", "trl", "deepspeed"))
+    )
+    return lines
+
+
+def _in_short(key: str, mode: dict[str, Any]) -> str:
+    freed = f"{-mode['freed_reserved_gib']:+.1f} GiB, step {mode['added_time']:+.1%}"
+    return f"{key.removesuffix(READS)} {freed}"
+
+
 def readme() -> str:
     """What stands between the markers of the README."""
-    parts: list[str] = []
+    parts = [*in_short(), ""]
     if is_there("on_time_deepseek"):
         figures = load("on_time_deepseek")
         parts += [*on_time(figures), "", source(figures), "", f"![memory freed against time added]({PLOT})", ""]

@@ -22,7 +22,7 @@ SPARE_TIME_MS = 0.2
 """Between the end of a copy, as it is foreseen, and what relies on it."""
 SEARCH_STEPS = 12
 """Halvings of the range in which the least peak is looked for."""
-PREFIXES = 64
+PREFIXES = 32
 """Most numbers of sites that are tried one by one."""
 
 

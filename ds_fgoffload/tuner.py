@@ -63,7 +63,6 @@ class Tuner:
         self._wish = wish
         self._recorder = recorder
         self._recorder.measure(measure=wish is not None and not wish.everything)
-        self._news: deque[Recorded] = deque()
         self._known: deque[Recorded] = deque(maxlen=KNOWN_ROUNDS)
         self._last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
         self._held: set[Place] = set()
@@ -77,20 +76,21 @@ class Tuner:
         self._plans = 0
         self._not_before = 0
         self._look_again_at = NEVER
-        self._cache_emptied = False
+        self._cache_emptied = self._cache_is_to_be_emptied = False
         self.forecast: Forecast | None = None
         """What the present plan is expected to do; None: there is none yet."""
 
     def points(self) -> Points | None:
         """At the beginning of a round: what the next is to go by.
 
-        Nothing is read here unless much is unread: the device often has nothing to do at the beginning of a step, and
-        would wait for the host.
+        Nothing is read or planned here unless much is unread: the device often has nothing to do at the beginning of a
+        step, and would wait for the host.
         """
         if self._recorder.unread_rounds > UNREAD_ROUNDS:
             self.look()
-        while self._news:
-            self._consider(self._news.popleft())
+        if self._cache_is_to_be_emptied:
+            self._cache_is_to_be_emptied = False
+            self._recorder.empty_cache()
         self._begun += 1
         self._recorder.takes_times = not self._settled or self._begun % QUIET_ROUNDS == 0
         return None if self.forecast is None else self.forecast.points
@@ -100,9 +100,9 @@ class Tuner:
         self._recorder.end()
 
     def look(self) -> None:
-        """Reads what the device has passed since; best while it has enough to do."""
+        """Reads what the device has passed since, and plans; best while the device has enough to do."""
         while (recorded := self._recorder.read()) is not None:
-            self._news.append(recorded)
+            self._consider(recorded)
 
     def _consider(self, recorded: Recorded) -> None:
         self._rounds += 1
@@ -186,8 +186,7 @@ class Tuner:
     def _empty_cache_once(self, recorded: Recorded) -> None:
         """Of what rounds before the plan have left in the allocator's cache, in sizes of their own."""
         if not self._cache_emptied and self.forecast is not None and recorded.points is self.forecast.points:
-            self._cache_emptied = True
-            self._recorder.empty_cache()
+            self._cache_emptied = self._cache_is_to_be_emptied = True
 
 
 def _took_ms(rounds: Iterable[Recorded]) -> float:
