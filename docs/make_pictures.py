@@ -21,13 +21,13 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 
 def commands() -> None:
-    from ds_fgoffload.commands import doctor, inspect, inspect_view
+    from ds_fgoffload.commands import doctor, inspect, inspect_view, random_model
 
     shape = {
         "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
-    model = inspect.RandomModel("qwen3", shape, tokens=1024, batch=1, dtype="float32", checkpointing=False)
+    model = random_model.RandomModel("qwen3", shape, tokens=1024, batch=1, dtype="float32", checkpointing=False)
     inspection = inspect.inspect_transformers(model, 2)
     picture(
         "inspect", "ds-fgoffload inspect --transformers qwen3 ...", inspect_view.show(inspection, [], 1 << 18, None)
