@@ -146,9 +146,9 @@ class FineGrainedOffloadConfig(_Section):
     as a micro-batch has gone backward, instead of keeping them until their buffer is used again. For a script that does
     not read ``engine.pipe_buffers`` itself. Without effect on other engines."""
 
-    report_after_steps: int = Field(default=5, ge=0, strict=True)
-    """After how many optimizer steps rank 0 prints the report, when the first steps' learning is over. 0: never. The
-    report at the end of ``ds_fgoffload.run`` does not depend on it. Plain modules take no steps that are seen."""
+    report_after_steps: int = Field(default=10, ge=0, strict=True)
+    """After how many optimizer steps rank 0 prints the report; by the tenth a plan is followed. 0: never. The report at
+    the end of ``ds_fgoffload.run`` does not depend on it. Plain modules take no steps that are seen."""
 
     host_pool: HostPoolConfig = HostPoolConfig()
     """The host memory that offloaded tensors lie in: how much, how it is taken and when it goes back."""

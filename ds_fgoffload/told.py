@@ -11,7 +11,9 @@ from ds_fgoffload.stats import Planned, ReadDelay, RoundStats, shown
 
 def sentences(rounds: RoundStats) -> list[str]:
     """None if nothing was measured, as on a device without streams."""
-    plan = [] if rounds.planned is None else [plan_told(rounds.planned)]
+    plan = (
+        [] if rounds.planned is None else [plan_told(rounds.planned) + "; the table counts the rounds before it, too"]
+    )
     return plan + _reads_told(rounds.reads)
 
 

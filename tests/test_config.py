@@ -51,7 +51,7 @@ def test_defaults() -> None:
         "release_window_bytes": None,
         "prefetch_window_bytes": None,
         "release_pipeline_buffers": False,
-        "report_after_steps": 5,
+        "report_after_steps": 10,
         "host_pool": {
             "max_bytes": None,
             "node_max_bytes": None,

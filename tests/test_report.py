@@ -273,9 +273,10 @@ def told(rounds: RoundStats) -> list[str]:
 def test_the_plan_is_told() -> None:
     planned = Planned(3 * GIB, 7 * GIB, 1.25, 340.04, peak_bytes=20 * GIB, peak_without_bytes=22 * GIB)
     said = "rank 3: planned: 3.0 GiB of 7.0 GiB a round are copied, "
-    assert told(RoundStats(planned)) == [said + "the peak falls by 2.0 GiB to 20.0 GiB, compute waits 1.2 of 340.0 ms"]
+    end = "compute waits 1.2 of 340.0 ms; the table counts the rounds before it, too"
+    assert told(RoundStats(planned)) == [said + "the peak falls by 2.0 GiB to 20.0 GiB, " + end]
     everything = replace(planned, peak_bytes=None, peak_without_bytes=None)
-    assert told(RoundStats(everything)) == [said + "compute waits 1.2 of 340.0 ms"]
+    assert told(RoundStats(everything)) == [said + end]
     assert told(RoundStats()) == []
 
 
