@@ -35,7 +35,7 @@ class Recorded:
     """What it went by."""
     with_memory: bool
     peak_between_bytes: int
-    """Memory at its highest between two moments, less the highest at one."""
+    """Memory at its highest between two moments, less the highest at one; 0 if that is not known."""
 
 
 class Recorder:
@@ -54,6 +54,7 @@ class Recorder:
         self._after_reads: set[Moment] = set()
         self._reads_over: list[Fence] = []
         self._measures = False
+        self._peak_bytes = 0
         self._watching_thread: int | None = None
         self.takes_times = True
         """Whether the moments of the rounds that begin now are marked on the device; copies and waits always are."""
@@ -97,7 +98,7 @@ class Recorder:
         else:
             if self._round.viewers:
                 self._round.end = begin
-            self._round.peak_bytes = self._streams.peak_allocated_bytes() if self._asks_for_memory() else 0
+            self._round.peak_bytes = self._peak_of_the_round()
             self._over.append(self._round)
         if self._measures:
             self._after_reads = set()  # what was read in one round need not be in the next
@@ -105,6 +106,13 @@ class Recorder:
         self._round = RoundTimes(points, takes_times, after_reads=self._after_reads, viewers=viewers)
         if viewers:
             self._round.begin = begin
+
+    def _peak_of_the_round(self) -> int:
+        """0: not known, as memory has been higher before."""
+        before_bytes = self._peak_bytes
+        if self._asks_for_memory():
+            self._peak_bytes = self._streams.peak_allocated_bytes()
+        return 0 if self._peak_bytes == before_bytes else self._peak_bytes
 
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
         if not self._round.takes_times:

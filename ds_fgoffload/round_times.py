@@ -64,6 +64,7 @@ class RoundTimes:
     waits: list[Wait] = field(default_factory=list)
     held: set[Place] = field(default_factory=set)
     peak_bytes: int = 0
+    """Memory at its highest; 0: not known."""
     viewers: list[Callable[[StepRecording], None]] = field(default_factory=list)
     """Want to see all of the round. For them the following is kept, too."""
     begin: Fence | None = None

@@ -63,6 +63,15 @@ def test_a_device_that_is_too_small_for_the_free_plan_gets_a_dearer_one():
     assert tight.waited_ms > 0
 
 
+def test_a_peak_of_long_ago_takes_no_room():
+    """torch's peak is that since the process began, or since the user has reset it."""
+    roomy = Training(wish=FREE, link_bytes_per_ms=2500).steady()
+    training = Training(wish=FREE, link_bytes_per_ms=2500, total_bytes=2 * roomy.peak_bytes)
+    training.streams.peak_bytes = 2 * roomy.peak_bytes
+    found = training.steady()
+    assert (found.peak_bytes, found.waited_ms) == (roomy.peak_bytes, 0)
+
+
 def test_everything_is_copied_if_that_is_wished():
     found = Training(wish=Wish(everything=True), link_bytes_per_ms=5000).steady()
     assert found.offloaded_bytes == 8 * LAYER_BYTES
