@@ -29,7 +29,7 @@ from ds_fgoffload.stats import OffloadStats
 from ds_fgoffload.step_file import StepFile
 from ds_fgoffload.step_log import StepLog
 from ds_fgoffload.streams import accelerator_device
-from ds_fgoffload.tally import Tally
+from ds_fgoffload.tally import Tally, note_switched_off
 from ds_fgoffload.told import plan_told
 from ds_fgoffload.transfer import transfer_on
 
@@ -237,8 +237,11 @@ def initialize_with(deepspeed_initialize: Callable[..., Any], *args: Any, **kwar
     engine = made[0]
     section = find_section(engine.config)
     attached_below = get(engine) is not None  # by an initialize that ds_fgoffload.run has put in place
-    if section is not None and parse_config(section).enabled and not attached_below:
-        attach(engine, section)
+    if section is not None and not attached_below:
+        if parse_config(section).enabled:
+            attach(engine, section)
+        else:
+            note_switched_off()
     return made
 
 

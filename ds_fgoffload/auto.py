@@ -19,7 +19,7 @@ import deepspeed
 
 from ds_fgoffload import api
 from ds_fgoffload.messages import NOTHING_OFFLOADED, warn
-from ds_fgoffload.tally import tallies
+from ds_fgoffload.tally import is_switched_off, tallies
 
 _MARK, _WATCH = "_ds_fgoffload_original", "_ds_fgoffload_watch"
 _FIRST = "import ds_fgoffload.auto first, before `from deepspeed import initialize`"
@@ -65,7 +65,7 @@ class _Watch:
 
     def end(self) -> None:
         is_forked = os.getpid() != self._pid
-        if _deepspeed_was_initialized() and not (is_forked or self.has_failed or tallies()):
+        if _deepspeed_was_initialized() and not (is_forked or self.has_failed or tallies() or is_switched_off()):
             warn(f"{NOTHING_OFFLOADED}; {_FIRST}. ds_fgoffload.get(engine) is None for an engine without offloading")
 
 
@@ -76,7 +76,7 @@ def _warn_if_late(original: Callable[..., Any]) -> None:
             f"offloaded from the engine made there: {_FIRST}, or give it to ds_fgoffload.attach"
         )
         return
-    if multiprocessing.parent_process() is not None:
+    if multiprocessing.parent_process() is not None or hasattr(multiprocessing.current_process(), "_inheriting"):
         return  # a data loader's worker that was spawned imports the script again, and need not say so again
     holders = [
         name

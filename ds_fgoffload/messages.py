@@ -13,6 +13,7 @@ NOTHING_OFFLOADED = (
     "fine_grained_offload: nothing was offloaded, since no engine was made with a fine_grained_offload section: "
     "the section belongs into the configuration that the script gives DeepSpeed"
 )
+SWITCHED_OFF = 'fine_grained_offload: nothing was offloaded, since "enabled" is false'
 _LINES = str.maketrans("━┃─│┏┳┓┡╇┩├┼┤└┴┘", "=|-|++++++++++++")
 
 

@@ -25,11 +25,11 @@ from deepspeed.utils import logger
 
 from ds_fgoffload import api
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.messages import NOTHING_OFFLOADED, show
+from ds_fgoffload.messages import NOTHING_OFFLOADED, SWITCHED_OFF, show
 from ds_fgoffload.messages import rank as rank_now
 from ds_fgoffload.report import render
 from ds_fgoffload.script import NoScriptError, UserScript
-from ds_fgoffload.tally import tallies
+from ds_fgoffload.tally import is_switched_off, tallies
 
 STATS_FILE_VARIABLE = "DS_FGOFFLOAD_STATS_JSON"
 _PATIENCE = timedelta(minutes=5)
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str]) -> None:
         board.find()
         return made
 
+    # now, as the script may go to another folder
+    stats_file = Path(os.environ[STATS_FILE_VARIABLE]).absolute() if os.environ.get(STATS_FILE_VARIABLE) else None
     try:
         script.run(initialize)
     except BaseException as error:
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         if isinstance(error, OffloadConfigError | NoScriptError):
             _fail(f"error: {error}")
         raise
-    _tell(board)
+    _tell(board, stats_file)
 
 
 class _Board:
@@ -101,22 +103,25 @@ class _Board:
             return [item]
 
 
-def _tell(board: _Board) -> None:
+def _tell(board: _Board, stats_file: Path | None) -> None:
     mine = [(tally.counts(board.rank), tally.has_news) for tally in tallies()]
     ranks = board.gather(mine)
     if board.rank:
         return
     if not mine:
-        logger.warning(NOTHING_OFFLOADED)
+        logger.warning(SWITCHED_OFF if is_switched_off() else NOTHING_OFFLOADED)
     engines = []
     for told in zip(*ranks, strict=False):
         engine, news = zip(*told, strict=True)
         engines.append(engine)
         if any(news):
             show(render(engine))
-    if path := os.environ.get(STATS_FILE_VARIABLE):
+    if stats_file is not None:
         counts = [{"engine": i, **rank.as_dict()} for i, engine in enumerate(engines) for rank in engine]
-        Path(path).write_text(json.dumps(counts, indent=2), encoding="utf-8")
+        try:
+            stats_file.write_text(json.dumps(counts, indent=2), encoding="utf-8")
+        except OSError as error:  # the training has succeeded
+            logger.warning(f"fine_grained_offload: {STATS_FILE_VARIABLE}: the counts are not written: {error}")
 
 
 def _tell_own(error: BaseException) -> None:

@@ -12,6 +12,7 @@ from ds_fgoffload.report import RankCounts
 from ds_fgoffload.stats import RoundStats, UnitStats, counted, total
 
 _tallies: list[Tally] = []
+_switched_off = False
 
 
 class _Attachment(Protocol):
@@ -58,3 +59,14 @@ class Tally:
 def tallies() -> Sequence[Tally]:
     """One for each attachment that this process has made, in that order."""
     return _tallies
+
+
+def note_switched_off() -> None:
+    """An engine was made with a section that says ``"enabled": false``."""
+    global _switched_off  # noqa: PLW0603
+    _switched_off = True
+
+
+def is_switched_off() -> bool:
+    """Whether nothing was attached to because the user does not want it."""
+    return _switched_off and not _tallies

@@ -88,6 +88,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(messages.logger, "warning", warnings.append)
     monkeypatch.setattr(deepspeed, "dist", None)
     monkeypatch.setattr(tally, "_tallies", [])
+    monkeypatch.setattr(tally, "_switched_off", False)
     monkeypatch.setattr(atexit, "register", ends.append)
     ends.clear()
     return warnings
@@ -172,7 +173,24 @@ def test_the_end_tells_if_nothing_was_offloaded(said: list[str], auto: Any, monk
     assert len(said) == 1
 
 
-@pytest.mark.parametrize(("section", "times"), [(None, 1), ({"modules": ["fc2"], "min_tensor_bytes": 0}, 0)])
+def test_a_worker_that_is_about_to_begin_says_nothing(said: list[str], auto: Any, monkeypatch) -> None:
+    """A worker that was spawned does not know its parent yet while it imports the script."""
+    script = ModuleType("train_it")
+    script.start = deepspeed.initialize
+    monkeypatch.setitem(sys.modules, "train_it", script)
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    auto.enable()
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("section", "times"),
+    [
+        (None, 1),
+        ({"modules": ["fc2"], "min_tensor_bytes": 0}, 0),
+        ({"modules": ["fc2"], "enabled": False}, 0),
+    ],
+)
 def test_the_end_is_silent_where_anything_was_attached_to(said: list[str], auto: Any, section, times: int) -> None:
     auto.enable()
     initialize(deepspeed.initialize, section)

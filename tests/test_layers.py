@@ -31,7 +31,7 @@ LAYERS = {
 BESIDE = {
     "run": {"api", "script"},
     "auto": {"api"},
-    "integrations.transformers": {"api", "script"},
+    "integrations.transformers": {"api"},
     "commands.inspect": {"api", "commands.random_model", "commands.script_failure", "script"},
     "commands.inspect_view": {"commands.inspect", "suggest"},
     "adapters": {"adapters.plain", "adapters.zero", "adapters.pipeline"},

@@ -189,6 +189,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(tally, "_tallies", [])
+    monkeypatch.setattr(tally, "_switched_off", False)
     monkeypatch.setenv(run.STATS_FILE_VARIABLE, str(tmp_path / "stats.json"))
     return tmp_path / "stats.json"
 
@@ -425,6 +426,39 @@ def test_a_script_fails_as_it_fails(
         run.main([str(script)])
     assert deepspeed.initialize is original
     assert not in_this_process.exists()
+
+
+def test_a_section_that_is_switched_off_is_told_so(
+    write: Callable[..., Path], in_this_process: Path, rank: None, warnings: list[str]
+) -> None:
+    config = in_this_process.with_name("ds_config.json")
+    config.write_text(json.dumps({**CONFIG, "fine_grained_offload": {**SECTION, "enabled": False}}))
+    run.main([str(write("script.py", TRAINING, "train(deepspeed.initialize, config)")), "--config", str(config)])
+    assert [line for line in warnings if "fine_grained_offload" in line] == [
+        'fine_grained_offload: nothing was offloaded, since "enabled" is false'
+    ]
+
+
+def test_counts_that_cannot_be_written_fail_no_training(
+    write: Callable[..., Path], in_this_process: Path, rank: None, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(run.STATS_FILE_VARIABLE, str(in_this_process.parent / "no_such_folder" / "stats.json"))
+    config = in_this_process.with_name("ds_config.json")
+    config.write_text(json.dumps({**CONFIG, "fine_grained_offload": SECTION}))
+    run.main([str(write("script.py", TRAINING, "train(deepspeed.initialize, config)")), "--config", str(config)])
+    assert [line for line in warnings if f"{run.STATS_FILE_VARIABLE}: the counts are not written" in line]
+
+
+def test_counts_go_where_the_script_began(
+    write: Callable[..., Path], in_this_process: Path, rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(run.STATS_FILE_VARIABLE, in_this_process.name)
+    monkeypatch.chdir(in_this_process.parent)
+    config = in_this_process.with_name("ds_config.json")
+    config.write_text(json.dumps({**CONFIG, "fine_grained_offload": SECTION}))
+    script = write("script.py", TRAINING, "train(deepspeed.initialize, config)", "import os; os.chdir('/')")
+    run.main([str(script), "--config", str(config)])
+    assert len(json.loads(in_this_process.read_text())) == 1
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(0)"])

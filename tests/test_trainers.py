@@ -11,13 +11,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from distributed import Outcome, run_cases
 from torch import nn
 
+from ds_fgoffload import attach, get
+from ds_fgoffload.adapters import engine_of
 from ds_fgoffload.integrations.transformers import OffloadCallback
 from ds_fgoffload.tally import tallies
 
@@ -231,15 +235,64 @@ def test_the_example_under_every_launcher(launcher: str, tmp_path: Path) -> None
     assert losses([])[0] == offloaded
 
 
-def test_a_callback_without_a_section_is_an_error_and_restores_deepspeed() -> None:
-    import deepspeed
+def begin(callback: OffloadCallback, model: nn.Module, **more: Any) -> None:
+    callback.on_train_begin(None, None, None, model=model, **more)
 
-    original = deepspeed.initialize
-    callback = OffloadCallback()
-    assert deepspeed.initialize is not original
+
+def test_a_callback_without_a_section_is_an_error() -> None:
     with pytest.raises(ValueError, match=r'OffloadCallback\(\{"modules"'):
-        callback.on_train_begin(None, None, None, model=nn.Linear(2, 2))
-    assert deepspeed.initialize is original
+        begin(OffloadCallback(), nn.Linear(2, 2))
+
+
+def test_a_callback_attaches_in_each_training() -> None:
+    callback, models = OffloadCallback({"modules": ["0"]}), [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    attachments = []
+    for model in [*models, models[0]]:
+        begin(callback, model)
+        assert get(model) is callback.attachment is not None
+        attachments.append(callback.attachment)
+        callback.on_train_end()
+        assert get(model) is None
+    assert len(set(attachments)) == 3
+
+
+def test_a_training_that_did_not_end_is_no_obstacle_to_the_next() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    begin(OffloadCallback({"modules": ["0"]}), model)
+    again = OffloadCallback({"modules": ["*"]})
+    begin(again, model)
+    assert get(model) is again.attachment
+    again.on_train_end()
+
+
+def test_what_somebody_else_has_attached_is_used() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    attachment, callback = attach(model, {"modules": ["0"]}), OffloadCallback({"modules": ["*"]})
+    begin(callback, model)
+    assert callback.attachment is attachment
+    callback.on_train_end()
+
+
+def test_a_callback_that_is_switched_off_does_nothing() -> None:
+    model, callback = nn.Linear(2, 2), OffloadCallback({"modules": ["*"], "enabled": False})
+    begin(callback, model)
+    callback.on_train_end()
+    assert get(model) is callback.attachment is None
+
+
+def test_the_engine_of_a_training_is_found() -> None:
+    def engine(module: nn.Module) -> DeepSpeedEngine:
+        made: DeepSpeedEngine = object.__new__(DeepSpeedEngine)
+        made.__dict__.update(module=module, optimizer=object())
+        return made
+
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    engines = [engine(model), engine(model), engine(other)]
+    for one in engines:
+        assert engine_of(one.module, SimpleNamespace(optimizer=one.optimizer)) is one
+        assert engine_of(one.module, one.optimizer) is one
+    assert engine_of(other) is engines[2]
+    assert engine_of(nn.Linear(2, 2)) is None
 
 
 def test_without_deepspeed_the_model_is_attached_to(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from ds_fgoffload.adapters.pipeline import PipelineAdapter
 from ds_fgoffload.adapters.plain import PlainAdapter
 from ds_fgoffload.adapters.zero import ZeroAdapter
 
-__all__ = ["Adapter", "adapt"]
+__all__ = ["Adapter", "adapt", "engine_of"]
 
 
 class Adapter(Protocol):
@@ -63,3 +64,14 @@ def adapt(target: object) -> Adapter:
         return PlainAdapter(target)
     msg = f"cannot attach to a {type(target).__name__}: a DeepSpeed engine or a torch.nn.Module is needed"
     raise TypeError(msg)
+
+
+def engine_of(module: nn.Module, optimizer: object = None) -> DeepSpeedEngine | None:
+    """The engine that was made of ``module``, for callbacks, which are given that and the ``optimizer`` only.
+
+    Several engines may have been made of it, one after the other, and one that nobody uses may still be there.
+    """
+    # not isinstance, which asks each object for its class: some load a package when they are asked for anything
+    engines = [one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine) and one.module is module]
+    optimizers = (optimizer, getattr(optimizer, "optimizer", None))  # Accelerate wraps it
+    return next((one for one in engines if one.optimizer in optimizers), engines[-1] if engines else None)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
 from ds_fgoffload import api
+from ds_fgoffload.adapters import engine_of
+from ds_fgoffload.config import find_section, parse_config
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.script import initialize_replaced
+
+_made: weakref.WeakSet[api.Attachment] = weakref.WeakSet()
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
     """Give it to the Trainer: ``Trainer(..., callbacks=[OffloadCallback()])``.
 
-    With DeepSpeed the engine is attached to as soon as the Trainer makes it; without, the model itself when training
-    begins. The report is printed when training ends, and offloading is taken off.
+    When training begins, it attaches to the DeepSpeed engine that the Trainer has made, or to the model itself. When
+    training ends, the report is printed and offloading is taken off. With ``"enabled": false`` it does nothing.
 
     Args:
         section: the ``fine_grained_offload`` section. Default: the one in the ds_config.
@@ -30,20 +33,19 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     def __init__(self, section: Mapping[str, Any] | None = None) -> None:
         self._section = section
         self.attachment: api.Attachment | None = None
-        """From the beginning of training on."""
-        self._replaced = ExitStack()
-        self._replaced.enter_context(initialize_replaced(self._initialize))
+        """From the beginning of a training on; that of the last one when it has ended."""
 
-    def on_train_begin(self, _arguments: Any, _state: Any, _control: Any, *, model: nn.Module, **_: Any) -> None:
+    def on_train_begin(
+        self, _arguments: Any, _state: Any, _control: Any, *, model: nn.Module, optimizer: object = None, **_: Any
+    ) -> None:
         """The engine exists by now, if there is to be one."""
-        self._replaced.close()
-        if self.attachment is None and self._section is not None:
-            self.attachment = api.attach(model, self._section)
-        if self.attachment is None:
-            raise OffloadConfigError(
-                "fine_grained_offload: the Trainer has made no DeepSpeed engine with such a section; put one into its "
-                'DeepSpeed configuration, or give it to the callback: OffloadCallback({"modules": ["@mlp"]})'
-            )
+        engine = engine_of(model, optimizer)
+        target = model if engine is None else engine
+        found = api.get(target)
+        if found is not None and found in _made:  # by a training that has not come to its end
+            found.detach()
+            found = None
+        self.attachment = self._attach(target, engine) if found is None else found
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Every rank comes here."""
@@ -51,12 +53,17 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             self.attachment.print_report()
             self.attachment.detach()
 
-    def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        if self._section is None:
-            made = api.initialize_with(original, *args, **kwargs)
-        else:
-            made = original(*args, **kwargs)
-            if api.get(made[0]) is None:  # nobody else has attached: ds_fgoffload.run, ds_fgoffload.auto
-                api.attach(made[0], self._section)
-        self.attachment = self.attachment or api.get(made[0])  # not a reference model's
-        return made
+    def _attach(self, target: nn.Module, engine: Any) -> api.Attachment | None:
+        section = self._section
+        if section is None and engine is not None:
+            section = find_section(engine.config)
+        if section is None:
+            raise OffloadConfigError(
+                "fine_grained_offload: the Trainer has made no DeepSpeed engine with such a section; put one into its "
+                'DeepSpeed configuration, or give it to the callback: OffloadCallback({"modules": ["@mlp"]})'
+            )
+        if not parse_config(section).enabled:
+            return None
+        attachment = api.attach(target, section)
+        _made.add(attachment)
+        return attachment
