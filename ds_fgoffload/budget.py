@@ -44,7 +44,8 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-POOL_IS_FULL = Refusal("the host pool is full", "raise host_pool.max_bytes or offload less")
+POOL_IS_FULL = Refusal("the host pool is full", "raise its bound or offload less")
+"""By which bound, only the budget knows: :attr:`Budget.full_remedy`."""
 
 
 class Budget:
@@ -59,6 +60,10 @@ class Budget:
         """What this pool may hold at most."""
         self.share_bytes = 0
         """What it may always hold; beyond it, it borrows."""
+        self.ahead_bytes = 0
+        """What may be taken before it is needed: the share, or less where the ranks' shares are more than there is."""
+        self.full_remedy = POOL_IS_FULL.remedy
+        """What to do at the limit: it names the bound that this is."""
         self._ledger = ledger
         self._node_limit_bytes: int | None = None
         self._most_share_bytes = 0
@@ -77,12 +82,25 @@ class Budget:
         self._node_limit_bytes, self._most_share_bytes = node, min(bounds)
         self._share_among(ranks)
         self.limit_bytes = min(bounds) if self._ledger is not None else self.share_bytes
+        whole = now.usable_bytes + held_bytes + others_bytes
+        safe = self.share_bytes * ranks <= whole
+        self.ahead_bytes = self.share_bytes if safe else min(self.share_bytes, whole // 2 // ranks)
+        self.full_remedy = f"{self._raise_bound(settings, lock)} or offload less"
         share, limit = self.share_bytes, self.limit_bytes
         locked = "" if lock is None else f"; ulimit -l is {mib(lock)}"
         return (
             f"this rank's share of host memory is {mib(share)}, and {mib(limit)} with what others leave: "
             f"{mib(now.left_bytes)} of {mib(now.total_bytes)} are left to {now.bound_by}, of which half is taken at "
             f"most, by {ranks} ranks or pools on this node{locked}"
+        )
+
+    def less_ahead(self, asked_bytes: int) -> str | None:
+        """What to say if more is to be preallocated than is taken ahead of need."""
+        if asked_bytes <= self.ahead_bytes:
+            return None
+        return (
+            f"host_pool.preallocate_bytes is {mib(asked_bytes)}, but no more than {mib(self.ahead_bytes)} are taken "
+            "ahead of need: this rank's share of the pool's bound and of the memory that is left; lower it to that"
         )
 
     def claim(self, held_bytes: int, slab_bytes: int) -> Refusal | None:
@@ -128,6 +146,14 @@ class Budget:
         """Takes this pool out of the ledger; it comes back with its next slab."""
         if self._ledger is not None:
             self._ledger.leave()
+
+    def _raise_bound(self, settings: HostPoolSettings, lock: int | None) -> str:
+        """What lets this pool hold more than :attr:`limit_bytes`."""
+        if settings.max_bytes is None and lock is not None and self.limit_bytes == lock:
+            return "raise the limit of locked memory (ulimit -l)"
+        if settings.node_max_bytes is not None and self.limit_bytes != settings.max_bytes:
+            return "raise host_pool.node_max_bytes"
+        return "raise host_pool.max_bytes"
 
     def _share_among(self, ranks: int) -> None:
         node, most = self._node_limit_bytes, self._most_share_bytes

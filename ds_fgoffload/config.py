@@ -25,6 +25,8 @@ from pydantic import (
     StrictBool,
     StrictStr,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -70,6 +72,15 @@ class HostPoolConfig(_Section):
     preallocate_bytes: ByteSize = 0
     """Host memory to take and page-lock in the background as soon as the engine is attached, in bytes. Default: 0, the
     pool grows in the first steps."""
+
+    @field_validator("preallocate_bytes")
+    @classmethod
+    def _preallocated_within_bounds(cls, value: int, info: ValidationInfo) -> int:
+        for key in ("max_bytes", "node_max_bytes"):
+            bound = info.data.get(key)
+            if bound is not None and value > bound:
+                raise ValueError(f"at most host_pool.{key}, which is {bound} bytes")
+        return value
 
     pin_memory: StrictBool = True
     """Page-lock the host memory. Copies overlap with compute only out of page-locked memory; ``false`` is for systems

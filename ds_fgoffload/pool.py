@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 from deepspeed.utils import logger
 
-from ds_fgoffload.budget import Budget, HostPoolSettings
+from ds_fgoffload.budget import POOL_IS_FULL, Budget, HostPoolSettings
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.keeper import Keeper
 from ds_fgoffload.lease import Account, Lease
 from ds_fgoffload.ledger import Ledger
+from ds_fgoffload.messages import warn
 from ds_fgoffload.pool_stats import HostPoolStats
 from ds_fgoffload.pool_user import PoolUser
 from ds_fgoffload.region import PAGE_BYTES, Region
@@ -83,7 +84,8 @@ class HostPool:
     @property
     def last_refusal(self) -> str | None:
         """Why the latest lease that was refused was refused, and the remedy; ``None`` if none ever was."""
-        return self._supply.last_refusal
+        told = self._supply.last_refusal
+        return told and told.replace(POOL_IS_FULL.remedy, self._supply.budget.full_remedy)
 
     def configure(self, settings: HostPoolSettings) -> None:
         """Applies ``settings`` to growth from now on; a user calls it before :meth:`add_user`.
@@ -111,6 +113,8 @@ class HostPool:
             how = supply.budget.set(settings, supply.held_bytes)
         if settings.max_bytes is None and settings.node_max_bytes is None and not users:
             logger.info(f"host_pool.max_bytes is unset: {how}")
+        if note := supply.budget.less_ahead(settings.preallocate_bytes):
+            warn(note)
 
     def add_user(self, name: str = "engine", quota_bytes: int | None = None) -> PoolUser:
         """Someone will lease from now on; slabs are kept for reuse as long as there is a user.
@@ -202,7 +206,7 @@ class HostPool:
         held, peak = self._supply.held_bytes, self._books.recent_peak_bytes
         wanted = peak + peak // AHEAD_DIVISOR if held < peak + peak // (2 * AHEAD_DIVISOR) else 0
         if self._books.accounts:
-            wanted = max(wanted, self._settings.preallocate_bytes)
+            wanted = max(wanted, min(self._settings.preallocate_bytes, self._supply.budget.ahead_bytes))
         wanted = min(wanted, self._supply.budget.limit_bytes)
         return wanted - held if self._books.retains and time.monotonic() >= self._content_until_s else 0
 

@@ -140,6 +140,20 @@ def test_the_users_dictionary_is_not_touched() -> None:
             ['fine_grained_offload.host_pool.on_full: got "drop", allowed: "keep", "error"'],
         ),
         (
+            {"modules": ["a"], "host_pool": {"preallocate_bytes": "900TiB", "max_bytes": "1GiB"}},
+            [
+                'fine_grained_offload.host_pool.preallocate_bytes: got "900TiB", allowed: at most '
+                "host_pool.max_bytes, which is 1073741824 bytes"
+            ],
+        ),
+        (
+            {"modules": ["a"], "host_pool": {"preallocate_bytes": 2, "node_max_bytes": 1}},
+            [
+                "fine_grained_offload.host_pool.preallocate_bytes: got 2, allowed: at most "
+                "host_pool.node_max_bytes, which is 1 bytes"
+            ],
+        ),
+        (
             {"modules": ["a"], "modlues": ["b"]},
             [f'fine_grained_offload.modlues: unknown key (nearest: "modules"); allowed: {KEYS}'],
         ),

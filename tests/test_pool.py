@@ -380,6 +380,51 @@ def test_limits_among_others(one_gib_left, tmp_path, settings, limit, share):
     assert (budget.limit_bytes, budget.share_bytes) == (limit, share)
 
 
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "raise host_pool.max_bytes or"),
+        ({"max_bytes": KIB}, "raise host_pool.max_bytes or"),
+        ({"node_max_bytes": KIB}, "raise host_pool.node_max_bytes or"),
+        ({"max_bytes": MIB, "node_max_bytes": KIB}, "raise host_pool.node_max_bytes or"),
+        ({"max_bytes": KIB, "node_max_bytes": MIB}, "raise host_pool.max_bytes or"),
+    ],
+)
+def test_a_full_pool_names_the_bound_that_it_was(one_gib_left, settings, remedy):
+    pool = HostPool(HostPoolSettings(pin_memory=False, **settings), background=False)
+    assert pool.lease(GIB) is None
+    assert pool.last_refusal.endswith(f"; {remedy} offload less")
+
+
+def test_a_full_pool_names_the_limit_of_locked_memory(one_gib_left, monkeypatch):
+    monkeypatch.setattr(budget_module, "memlock_bytes", lambda: 8 * KIB)
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
+    pool = HostPool(background=False)
+    assert pool.lease(MIB) is None
+    assert "raise the limit of locked memory (ulimit -l) or offload less" in pool.last_refusal
+
+
+@pytest.mark.parametrize(
+    ("settings", "ahead"),
+    [
+        ({}, GIB // 8),  # a share, though a ledger would let it borrow half of what is left
+        ({"max_bytes": MIB}, MIB),
+        ({"max_bytes": GIB // 8}, GIB // 8),
+        ({"max_bytes": 900 << 40}, (GIB - GIB // 4) // 8),  # a sixteenth of 4 GiB stays with the system
+    ],
+)
+def test_no_more_than_a_safe_share_is_preallocated_and_a_warning_says_so(one_gib_left, log, tmp_path, settings, ahead):
+    pool = HostPool(ledger=Ledger(tmp_path / "ledger"), background=False)
+    pool.configure(HostPoolSettings(preallocate_bytes=900 << 40, **settings))
+    pool.add_user()
+    assert pool._ahead_bytes() == ahead
+    (warned,) = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+    assert f"no more than {ahead} bytes" in warned
+    log.clear()
+    pool.configure(HostPoolSettings(preallocate_bytes=MIB, **settings))
+    assert not [record for record in log.records if "preallocate" in record.getMessage()]
+
+
 def test_the_limit_of_locked_memory_binds_where_memory_is_locked_by_mlock(one_gib_left, monkeypatch):
     monkeypatch.setattr(budget_module, "memlock_bytes", lambda: 8 * MIB)
     assert Budget(HostPoolSettings(), None).limit_bytes == GIB // 8
