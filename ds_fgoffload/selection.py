@@ -87,6 +87,8 @@ class Findings:
     """By the patterns of ``modules`` and ``recompute``."""
     units: int
     """What ``exclude`` has left of them."""
+    selecting: tuple[str, ...]
+    """Of ``modules`` and ``recompute`` those that have selected something."""
 
 
 def select(
@@ -145,6 +147,7 @@ def match(
         classes=tuple({type(module).__name__: None for _, module in named}) if unmatched else (),
         selected=sum(map(len, selected.values())),
         units=len(units) + len(recomputed),
+        selecting=tuple(key for key, found in selected.items() if found),
     )
 
 
@@ -172,7 +175,9 @@ def check(findings: Sequence[Findings]) -> None:
                 hint = _some(kinds if pattern.startswith("class:") else names)
             lines.append(f'{SECTION}.{key}: pattern "{pattern}" matches no module ({hint}){remedy}')
     if not lines and any(rank.selected for rank in findings) and not any(rank.units for rank in findings):
-        lines.append(f'{SECTION}.exclude: excludes every module that "modules" selects; narrow one or the other')
+        keys = [key for key in ("modules", "recompute") if any(key in rank.selecting for rank in findings)]
+        who = f'"{keys[0]}" selects' if len(keys) == 1 else '"modules" and "recompute" select'
+        lines.append(f"{SECTION}.exclude: excludes every module that {who}; narrow one or the other")
     if lines:
         raise OffloadConfigError("\n".join(lines))
 

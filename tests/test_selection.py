@@ -207,6 +207,16 @@ def test_faults_are_told_in_one_error(modules: list[str], exclude: list[str], li
     assert refusal(modules, exclude) == [P + line for line in lines]
 
 
+@pytest.mark.parametrize(
+    ("modules", "recompute", "who"),
+    [([], ["*.mlp"], '"recompute" selects'), (["*.mlp"], ["*.attn"], '"modules" and "recompute" select')],
+)
+def test_what_is_all_excluded_is_named_by_its_key(modules: list[str], recompute: list[str], who: str) -> None:
+    with pytest.raises(OffloadConfigError) as caught:
+        select(model(), modules, ["model"], recompute)
+    assert str(caught.value) == f"{P}exclude: excludes every module that {who}; narrow one or the other"
+
+
 def test_a_container_that_holds_nothing_is_named() -> None:
     assert refusal(["blocks"], root=Node(blocks=nn.ModuleList(), fc=nn.Linear(1, 1))) == [
         'fine_grained_offload.modules: pattern "blocks" matches no module (nearest: "blocks"); '
