@@ -9,12 +9,28 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 import ds_fgoffload
+from ds_fgoffload.commands.output import open_missing_streams, stdout_on_stderr, why_not_writable
 from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
 from ds_fgoffload.recording import RecordingError
 
+
+class _Commands(TyperGroup):
+    """All commands; Ctrl-C ends each with a line, whatever the version of typer."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            errors.print("interrupted")
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+_INTERRUPTED = 130
 app = typer.Typer(
+    cls=_Commands,
     help="Fine-grained activation offloading for DeepSpeed: look at a model before, and at the machine.",
     no_args_is_help=True,
     add_completion=False,
@@ -31,6 +47,16 @@ def _tell_version(asked: bool) -> None:
     if asked:
         sys.stdout.write(f"ds-fgoffload {ds_fgoffload.__version__}\n")
         raise typer.Exit
+
+
+def _writable(file: Path | None) -> Path | None:
+    """Refuses, before any work, a file that could not be written after it."""
+    if file is None or str(file) == "-":
+        return file
+    fault = why_not_writable(file)
+    if fault is not None:
+        raise typer.BadParameter(f"{file}: {fault}")
+    return file
 
 
 @app.callback()
@@ -72,7 +98,10 @@ def inspect(
     ] = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Levels of the tree to show. Default: all.")] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write all of it as JSON; - for the screen.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", callback=_writable, help="Also write all of it as JSON; - for the screen."
+        ),
     ] = None,
 ) -> None:
     """Show what a model saves for backward, and what each pattern would move.
@@ -96,11 +125,13 @@ def inspect(
         asked_bytes = None if min_tensor_bytes is None else parse_size(min_tensor_bytes)
     except ValueError as error:
         raise typer.BadParameter(f"--min-tensor-bytes {min_tensor_bytes}: allowed: {error}") from None
-    if transformers is None and not context.args:
-        raise typer.BadParameter("give a script, or --transformers TYPE")
+    _check_what_is_run(transformers, context.args)
+    here = Path.cwd()  # a script may go elsewhere
     failure: command.RunFailedError | None = None
     inspection: command.Inspection | None
-    with errors.status("running the script" if transformers is None else "importing", spinner="dots") as status:
+    doing = "running the script" if transformers is None else "importing"
+    json_alone = str(json_file) == "-"
+    with errors.status(doing, spinner="dots") as status, stdout_on_stderr(when=json_alone):
         progress = command.Progress(_tell, status.update)
         try:
             if transformers is not None:
@@ -114,10 +145,10 @@ def inspect(
         errors.print(failure.traceback, end="", markup=False, highlight=False, soft_wrap=True)
     if inspection is not None and not rank():
         least = inspection.least(asked_bytes)
-        if json_file is not None:
-            _write(json_file, view.as_json(inspection, pattern or [], least))
-        if str(json_file) != "-":
+        if not json_alone:
             _console().print(view.show(inspection, pattern or [], least, depth))
+        if json_file is not None:
+            _write(json_file if json_alone else here / json_file, view.as_json(inspection, pattern or [], least))
     if failure is not None:
         raise failure
 
@@ -164,9 +195,12 @@ def draw(
     recording: Annotated[
         Path | None, typer.Argument(help="A step that was recorded, as JSON.", show_default=False)
     ] = None,
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("step.html"),
+    out: Annotated[Path, typer.Option(callback=_writable, help="The page.")] = Path("step.html"),
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, for Perfetto or chrome://tracing.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=_writable, help="Also write a Chrome trace, for Perfetto or chrome://tracing."
+        ),
     ] = None,
     *,
     sample: Annotated[
@@ -181,22 +215,23 @@ def draw(
         ds-fgoffload draw --sample
     """
     from ds_fgoffload.chrome_trace import chrome_trace
+    from ds_fgoffload.commands import recorded
     from ds_fgoffload.commands import sample as made_by_hand
     from ds_fgoffload.page import page
-    from ds_fgoffload.recording import StepRecording
 
     if sample == (recording is not None):
         raise typer.BadParameter("give either the file of a recorded step, or --sample")
-    step = made_by_hand.recording() if recording is None else StepRecording.read(recording)
-    out.write_text(page(step), encoding="utf-8")
+    step = made_by_hand.recording() if recording is None else recorded.read(recording)
+    _write(out, page(step))
     errors.print(f"wrote {out}", highlight=False)
     if trace is not None:
-        trace.write_text(chrome_trace(step), encoding="utf-8")
+        _write(trace, chrome_trace(step))
         errors.print(f"wrote {trace}", highlight=False)
 
 
 def main() -> None:
     """Errors of users are told without a traceback."""
+    open_missing_streams()
     arguments = sys.argv[1:]
     while arguments and arguments[0].startswith("--local"):  # launchers put it in front
         launcher_arguments.append(arguments.pop(0))
@@ -204,7 +239,7 @@ def main() -> None:
         app(arguments)
     except (OffloadConfigError, OffloadStateError, HostPoolError, RecordingError) as error:
         errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_code", 1))
     finally:
         launcher_arguments.clear()
 
@@ -223,10 +258,20 @@ def _tell(line: str) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    if str(file) == "-":
-        sys.stdout.write(f"{text}\n")
-    else:
-        file.write_text(text, encoding="utf-8")
+    try:
+        if str(file) == "-":
+            sys.stdout.write(f"{text}\n")
+        else:
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OffloadStateError(f"{file} cannot be written: {error.strerror or error}; give another path") from error
+
+
+def _check_what_is_run(transformers: str | None, arguments: list[str]) -> None:
+    if transformers is None and not arguments:
+        raise typer.BadParameter("give a script, or --transformers TYPE")
+    if transformers is not None and arguments:
+        raise typer.BadParameter(f"give a script or --transformers, not both: got {' '.join(arguments)} too")
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

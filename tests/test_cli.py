@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import runpy
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.utils import logger
 from distributed import one_rank
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from typer.testing import CliRunner
@@ -147,6 +149,7 @@ def test_of_all_the_model_types_only_the_nearest_are_named(source: str, message:
     ("arguments", "message"),
     [
         (["inspect"], "give a script"),
+        ([*LLAMA, "train.py"], "give a script or --transformers, not both: got train.py too"),
         ([*LLAMA, "--set", "nothing"], "allowed: KEY=VALUE"),
         ([*LLAMA, "--min-tensor-bytes", "many"], "allowed: a whole number"),
     ],
@@ -155,6 +158,73 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "--json"], ["draw", "--sample", "--out"]])
+@pytest.mark.parametrize(
+    ("file", "message"), [("nodir/x", "there is no folder nodir; make it"), ("folder", "is a folder; give the path")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path, monkeypatch, arguments, file, message
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    result = CliRunner().invoke(cli.app, [*arguments, file, *(["no.py"] if arguments[0] == "inspect" else [])])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_page(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(cli.app, ["draw", "--sample", "--trace", "nodir/t.json"]).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_has_no_room_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "draw", "--sample", "--out", "/dev/full"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err.startswith("error: /dev/full cannot be written: No space left")
+
+
+def test_a_command_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "doctor", "--no-measure"])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    sys.stdout.close()
+    assert raised.value.code in {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["num_hidden_layers=abc"], "num_hidden_layers"),
+        (["num_hidden_layers=-1"], "num_hidden_layers"),
+        (["num_attention_heads=0"], "ZeroDivisionError: "),
+        (["vocab_size=0", "pad_token_id=null"], "see whether a key given with --set caused it"),
+    ],
+)
+def test_settings_that_no_model_can_have(monkeypatch, capsys, arguments, message) -> None:
+    pytest.importorskip("transformers")
+    pairs = [f"--set={pair}" for pair in arguments]
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", *LLAMA[:2], "qwen3", *LLAMA[3:], *pairs])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    err = capsys.readouterr().err
+    assert raised.value.code == 1
+    assert err.splitlines()[-1].startswith("error: --transformers qwen3: ")
+    assert message in err.splitlines()[-1]
+
+
+def test_more_tokens_than_the_model_has_positions(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("transformers")
+    settings = ("n_layer=1", "n_embd=24", "vocab_size=64", "n_positions=8", "bos_token_id=1", "eos_token_id=2")
+    pairs = [f"--set={setting}" for setting in settings]
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", "--transformers", "gpt2", *pairs, "--tokens", "9"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "the model has 8 positions, and --tokens is 9; give it fewer" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_errors_are_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -377,6 +447,80 @@ def test_a_script_that_raises(tmp_path, monkeypatch, capsys, where, error, last,
         found = json.loads(file.read_text())
         assert bool(found["incomplete"]) == incomplete
         assert "fc1" in found["modules"]
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+@pytest.mark.parametrize(
+    ("old", "code", "exit_code", "last", "shown"),
+    [
+        ("net = Net()", "3", 3, "error: the script ended with exit code 3 before it made a DeepSpeed engine", False),
+        ("net = Net()", "'why'", 1, "error: the script ended with exit code 1 before it made", False),
+        ("for step in", "4", 4, "error: the script ended with exit code 4 before a forward with gradients", False),
+        ("    engine.step()", "5", 5, "error: the script ended with exit code 5 before its micro-batches were", True),
+    ],
+)
+def test_a_script_that_ends_with_an_exit_code(tmp_path, monkeypatch, capsys, old, code, exit_code, last, shown) -> None:
+    script, file = tmp_path / "train_it.py", tmp_path / "inventory.json"
+    indent = " " * (len(old) - len(old.lstrip()))
+    text = dedent(SCRIPT).replace("INITIALIZE", "deepspeed.initialize")
+    script.write_text(text.replace(old, f"{indent}sys.exit({code})\n{old}"))
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", "--json", str(file), str(script), "--flag"])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert raised.value.code == exit_code
+    assert err.splitlines()[-1].startswith(last)
+    assert file.exists() == ("one micro-batch saves" in out) == shown
+    assert ("why" in err.splitlines()) == (code == "'why'")
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_a_script_that_answers_its_end_with_an_exit_code_is_no_failure(tmp_path) -> None:
+    script = tmp_path / "train_it.py"
+    text = dedent(SCRIPT).replace("INITIALIZE", "deepspeed.initialize")
+    script.write_text(
+        text.replace("except Exception:", "except BaseException:").replace('print("caught")', "sys.exit(1)")
+    )
+    assert "one micro-batch saves" in run("inspect", str(script), "--flag")
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_an_interrupted_script(tmp_path, monkeypatch, capsys) -> None:
+    script = tmp_path / "train_it.py"
+    script.write_text("raise KeyboardInterrupt")
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", str(script)])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 130
+    assert capsys.readouterr().err.split() == ["interrupted"]
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_json_has_the_standard_output_for_itself(tmp_path, monkeypatch, capsys) -> None:
+    script = tmp_path / "train_it.py"
+    log = "from deepspeed.utils import logger\nlogger.warning('logged')\n"
+    script.write_text(log + dedent(SCRIPT).replace("INITIALIZE", "deepspeed.initialize"))
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", "--json", "-", str(script), "--flag"])
+    handler = logging.StreamHandler(sys.stdout)
+    logger.addHandler(handler)
+    with pytest.raises(SystemExit):
+        cli.main()
+    logger.removeHandler(handler)
+    out, err = capsys.readouterr()
+    assert "fc1" in json.loads(out)["modules"]
+    assert "step 0 --flag" in err.splitlines()
+    assert "logged" in err
+    assert handler.stream is sys.stdout
+
+
+@pytest.mark.usefixtures("_rank", "own_argv")
+def test_a_folder_is_no_script(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds-fgoffload", "inspect", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {tmp_path} is a folder without a __main__.py: give the path of a script in it"
+    ]
 
 
 @pytest.mark.usefixtures("_rank", "own_argv")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from ds_fgoffload import cli
 from ds_fgoffload.chrome_trace import chrome_trace
+from ds_fgoffload.commands.sample import recording as made_by_hand
 from ds_fgoffload.page import page
 from ds_fgoffload.recording import RecordingError, Stall, StepRecording, StorageTimes
 
@@ -67,6 +68,23 @@ def test_what_is_no_recording_is_refused(text: str, tmp_path: Path) -> None:
         StepRecording.from_json(text)
     with pytest.raises(RecordingError, match="No such file"):
         StepRecording.read(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"step_ms": 120.0', '"step_ms": NaN', "step_ms is nan"),
+        ('"saved_ms": 4.0', '"saved_ms": 1e999', r"storages\[0\]\.saved_ms is inf"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_drawn(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = tmp_path / "step.json"
+    text = made_by_hand().to_json()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    result = CliRunner().invoke(cli.app, ["draw", str(file), "--out", str(tmp_path / "step.html")])
+    assert re.search(message, str(result.exception))
+    assert isinstance(result.exception, RecordingError)
 
 
 def data_of(text: str) -> dict:

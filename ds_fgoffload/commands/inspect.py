@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -85,10 +86,12 @@ class RunFailedError(OffloadStateError):
     Attributes:
         traceback: the script's own lines; empty if there is no script.
         inspection: what is known nevertheless.
+        exit_code: what the command ends with.
     """
 
-    def __init__(self, message: str, traceback: str, inspection: Inspection | None) -> None:
+    def __init__(self, message: str, traceback: str, inspection: Inspection | None, exit_code: int = 1) -> None:
         super().__init__(message)
+        self.exit_code = exit_code
         self.traceback = traceback
         self.inspection = inspection
 
@@ -112,6 +115,7 @@ class _Watch:
         self.recorder: Watcher | None = None
         self._micro_batches = micro_batches
         self._begun = 0
+        self.has_enough = False
         self._progress = progress
         self.steps_without_engine = 0
         self._most_steps = micro_batches + 2
@@ -152,6 +156,7 @@ class _Watch:
 
     def _micro_batch_begins(self) -> None:
         if self._begun == self._micro_batches:
+            self.has_enough = True
             raise _Enough
         self._begun += 1
         self._progress.now(f"micro-batch {self._begun} of {self._micro_batches}")
@@ -163,12 +168,14 @@ def inspect_script(arguments: Sequence[str], micro_batches: int, progress: Progr
     """Runs a script until its first engine has done ``micro_batches``; the last of them is told about.
 
     Raises:
-        RunFailedError: it raised.
+        RunFailedError: it raised, or ended with an exit code other than 0.
         OffloadStateError: there is no such script, it made no engine, or ran too few micro-batches.
     """
     script = UserScript.of(arguments)
     if script is None:
         raise OffloadStateError("no script to run: give a script.py or -m package.module, and its arguments")
+    if not script.as_module and Path(script.target).is_dir() and not Path(script.target, "__main__.py").exists():
+        raise OffloadStateError(f"{script.target} is a folder without a __main__.py: give the path of a script in it")
     become_single_rank()
     watch = _Watch(micro_batches, progress)
     try:
@@ -183,6 +190,9 @@ def inspect_script(arguments: Sequence[str], micro_batches: int, progress: Progr
         ) from None
     except (OffloadConfigError, OffloadStateError, HostPoolError):
         raise
+    except SystemExit as exit_:
+        if not watch.has_enough:
+            raise _ended(exit_.code, None if watch.recorder is None else watch.inspection(script.target)) from None
     except Exception as error:
         found = None if watch.recorder is None else watch.inspection(script.target)
         raise _failure(error, found, own_traceback(error), "the script", _SMALLER_SCRIPT) from error
@@ -202,7 +212,7 @@ def inspect_transformers(random_model: RandomModel, micro_batches: int, progress
     """Builds the model and runs ``micro_batches`` of random tokens; the last is told about.
 
     Raises:
-        RunFailedError: the device's memory ran out.
+        RunFailedError: the device's memory ran out, or the model raised.
     """
     progress.now("reading the configuration")
 
@@ -223,9 +233,23 @@ def inspect_transformers(random_model: RandomModel, micro_batches: int, progress
     except torch.OutOfMemoryError as error:
         found = Inspection(model, recorder.latest, random_model.source, None)
         raise _failure(error, found, "", f"--transformers {random_model.source}", _SMALLER_MODEL) from error
+    except Exception as error:
+        raise RunFailedError(random_model.why_it_raised(model, error), "", None) from error
     finally:
         recorder.remove()
     return Inspection(model, recorder.inventory, random_model.source, None)
+
+
+def _ended(code: object, found: Inspection | None) -> RunFailedError:
+    """By ``sys.exit(code)``, where ``code`` may be what Python prints before it ends with 1."""
+    number, told = (code, "") if isinstance(code, int) else (1, f"{code}\n")
+    message = f"the script ended with exit code {number} before"
+    if found is None:
+        return RunFailedError(f"{message} it made a DeepSpeed engine", told, None, number)
+    if found.inventory.forward_ms is None or not found.inventory.records:
+        return RunFailedError(f"{message} a forward with gradients was over", told, None, number)
+    message += " its micro-batches were over; what is shown was saved until then"
+    return RunFailedError(message, told, found, number)
 
 
 def _failure(error: Exception, found: Inspection | None, traceback: str, what: str, remedy: str) -> RunFailedError:

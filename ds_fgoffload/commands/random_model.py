@@ -75,9 +75,9 @@ class RandomModel:
             self._refuse_if_too_large(weight_bytes)
             tell_size(sum(p.numel() for p in shape.parameters()), weight_bytes)
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        except OffloadConfigError:
+        except (OffloadConfigError, OffloadStateError, torch.OutOfMemoryError):
             raise
-        except (ValueError, KeyError, OSError, AttributeError, TypeError) as error:
+        except Exception as error:  # each model has its own way to raise at a key that it cannot have
             raise OffloadConfigError(f"--transformers {self.source}: {_shortened(error)}; {_ALLOWED}") from error
         config.use_cache = False
         if self.checkpointing:
@@ -127,9 +127,24 @@ class RandomModel:
         ids = torch.randint(vocabulary, (self.batch, self.tokens), device=accelerator_device())
         model(input_ids=ids, labels=ids).loss.backward()
 
+    def why_it_raised(self, model: nn.Module, error: Exception) -> str:
+        """What to say of ``error``, which :meth:`run` raised, and what to do."""
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[operator, union-attr]
+        what = f"--transformers {self.source}"
+        hint = "; see whether a key given with --set caused it" if self.overrides else ""
+        if isinstance(positions, int) and self.tokens > positions:
+            return (
+                f"{what}: the model has {positions} positions, and --tokens is {self.tokens}; give it fewer --tokens, "
+                f"at most {positions} ({_shortened(error)})"
+            )
+        return f"{what}: a micro-batch raised {_shortened(error)}{hint}"
+
 
 def _shortened(error: Exception) -> str:
-    text = str(error)
+    """In one line, with its kind where that says more."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, ValueError | OSError):
+        text = f"{type(error).__name__}: {text}"
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS].rstrip()} ..."
 
 
