@@ -44,8 +44,7 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-POOL_IS_FULL = Refusal("the host pool is full", "raise its bound or offload less")
-"""By which bound, only the budget knows: :attr:`Budget.full_remedy`."""
+POOL_IS_FULL = "the host pool is full"
 
 
 class Budget:
@@ -62,8 +61,8 @@ class Budget:
         """What it may always hold; beyond it, it borrows."""
         self.ahead_bytes = 0
         """What may be taken before it is needed: the share, or less where the ranks' shares are more than there is."""
-        self.full_remedy = POOL_IS_FULL.remedy
-        """What to do at the limit: it names the bound that this is."""
+        self.full = Refusal(POOL_IS_FULL, "raise its bound or offload less")
+        """What is said at the limit; it names the bound that this is."""
         self._ledger = ledger
         self._node_limit_bytes: int | None = None
         self._most_share_bytes = 0
@@ -85,7 +84,7 @@ class Budget:
         whole = now.usable_bytes + held_bytes + others_bytes
         safe = self.share_bytes * ranks <= whole
         self.ahead_bytes = self.share_bytes if safe else min(self.share_bytes, whole // 2 // ranks)
-        self.full_remedy = f"{self._raise_bound(settings, lock)} or offload less"
+        self.full = Refusal(POOL_IS_FULL, f"{self._raise_bound(settings, lock)} or offload less")
         share, limit = self.share_bytes, self.limit_bytes
         locked = "" if lock is None else f"; ulimit -l is {mib(lock)}"
         return (
@@ -109,7 +108,7 @@ class Budget:
         if slab_bytes > now.usable_bytes:
             left = f"only {mib(now.left_bytes)} of {mib(now.total_bytes)} are left to {now.bound_by}"
             remedy = "free host memory, raise the memory limit of the container or job, or offload less"
-            return Refusal(f"{POOL_IS_FULL.cause}: {left}", remedy)
+            return Refusal(f"{POOL_IS_FULL}: {left}", remedy)
         if self._ledger is None:
             return None
         try:
@@ -118,12 +117,12 @@ class Budget:
             # Without a ledger nobody borrows, and shares are safe. While it is busy, others may have borrowed ours.
             if held_bytes + slab_bytes <= self.share_bytes and not isinstance(error, LedgerBusyError):
                 return None
-            return Refusal(f"{POOL_IS_FULL.cause}: it borrows no more without a ledger ({error})", "free that file")
+            return Refusal(f"{POOL_IS_FULL}: it borrows no more without a ledger ({error})", "free that file")
         if others_bytes is None:
             return None
         assert self._node_limit_bytes is not None
         others = f"the other pools of the node hold {mib(others_bytes)} of {mib(self._node_limit_bytes)} for all"
-        return Refusal(f"{POOL_IS_FULL.cause}: {others}", "raise host_pool.node_max_bytes or offload less")
+        return Refusal(f"{POOL_IS_FULL}: {others}", "raise host_pool.node_max_bytes or offload less")
 
     def holds(self, held_bytes: int) -> None:
         """Writes into the ledger what is held now, after something was given back or refused."""

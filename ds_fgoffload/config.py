@@ -70,8 +70,8 @@ class HostPoolConfig(_Section):
     Unset: what the pool has."""
 
     preallocate_bytes: ByteSize = 0
-    """Host memory to take and page-lock in the background as soon as the engine is attached, in bytes. Default: 0, the
-    pool grows in the first steps."""
+    """Host memory to take and page-lock in the background as soon as the engine is attached, in bytes: at most the
+    bounds above, and no more than this rank's share. Default: 0, the pool grows in the first steps."""
 
     @field_validator("preallocate_bytes")
     @classmethod

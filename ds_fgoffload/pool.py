@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from deepspeed.utils import logger
 
-from ds_fgoffload.budget import POOL_IS_FULL, Budget, HostPoolSettings
+from ds_fgoffload.budget import Budget, HostPoolSettings
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.keeper import Keeper
 from ds_fgoffload.lease import Account, Lease
@@ -84,8 +84,7 @@ class HostPool:
     @property
     def last_refusal(self) -> str | None:
         """Why the latest lease that was refused was refused, and the remedy; ``None`` if none ever was."""
-        told = self._supply.last_refusal
-        return told and told.replace(POOL_IS_FULL.remedy, self._supply.budget.full_remedy)
+        return self._supply.last_refusal
 
     def configure(self, settings: HostPoolSettings) -> None:
         """Applies ``settings`` to growth from now on; a user calls it before :meth:`add_user`.

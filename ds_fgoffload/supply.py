@@ -7,7 +7,7 @@ import time
 from deepspeed.utils import logger
 
 from ds_fgoffload.arena import rounded_up, slab_sizes
-from ds_fgoffload.budget import POOL_IS_FULL, Budget, HostPoolSettings, Refusal, mib
+from ds_fgoffload.budget import Budget, HostPoolSettings, Refusal, mib
 from ds_fgoffload.host_limit import pin_remedy
 from ds_fgoffload.pinning import allocate_pinned, unpin_unused_host
 from ds_fgoffload.region import HUGE_PAGE_BYTES, PAGE_BYTES, Region, Slab
@@ -38,7 +38,7 @@ class Supply:
         self._pageable: set[int] = set()  # starts of slabs that should have been page-locked
         self._accelerator_allocates = False
         self._told_pin_failure = False
-        self._quiet_until_s, self._refused_bytes, self._refusal = 0.0, 0, POOL_IS_FULL
+        self._quiet_until_s, self._refused_bytes, self._refusal = 0.0, 0, budget.full
 
     @property
     def top(self) -> int:
@@ -55,7 +55,7 @@ class Supply:
         if region is None or not region.is_mapped or region.end - region.top < missing:
             region, missing = None, size_bytes
         attempts = [(slab_bytes, self.settings.pin_memory) for slab_bytes in self._sizes(missing)]
-        refusal = POOL_IS_FULL
+        refusal = self.budget.full
         if attempts and attempts[-1][0] >= self._refused_bytes and time.monotonic() < self._quiet_until_s:
             attempts, refusal = [], self._refusal
         while attempts:
