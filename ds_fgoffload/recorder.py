@@ -53,16 +53,18 @@ class Recorder:
         self._reads = Reads(self.rounds.reads)
         self._after_reads: set[Moment] = set()
         self._reads_over: list[Fence] = []
-        self._measures = False
+        self._measures = self._measures_next = False
         self._peak_bytes = 0
         self._watching_thread: int | None = None
         self.takes_times = True
         """Whether the moments of the rounds that begin now are marked on the device; copies and waits always are."""
 
     def measure(self, *, measure: bool) -> None:
-        """Whether memory is asked for at each moment and reads are looked out for, which takes the host some time."""
-        self._measures = measure
-        self._watch_reads(watch=False)
+        """Whether memory is asked for at each moment and reads are looked out for, which takes the host some time.
+
+        From the next round on: half a round's memory says nothing.
+        """
+        self._measures_next = measure
 
     def _watch_reads(self, *, watch: bool) -> None:
         if watch != (self._watching_thread is not None):
@@ -81,7 +83,8 @@ class Recorder:
 
     def end(self) -> None:
         """No more rounds will begin: what is not yet shown to its viewers is now, for which the host waits."""
-        self.measure(measure=False)
+        self._measures = self._measures_next = False
+        self._watch_reads(watch=False)
         if self._round.viewers:
             self.round_began(None)
         if any(over.viewers for over in self._over):
@@ -100,6 +103,8 @@ class Recorder:
                 self._round.end = begin
             self._round.peak_bytes = self._peak_of_the_round()
             self._over.append(self._round)
+        self._measures = self._measures_next
+        self._watch_reads(watch=False)
         if self._measures:
             self._after_reads = set()  # what was read in one round need not be in the next
         takes_times = self.takes_times or bool(viewers)

@@ -5,6 +5,7 @@ import torch
 
 from ds_fgoffload.plan import Action, Plan
 from ds_fgoffload.planner import Wish
+from ds_fgoffload.tuner import Tuner
 from tests.simulated import Training
 
 NOTHING = Plan(default=Action.KEEP, sites={"": ""})
@@ -61,6 +62,20 @@ def test_a_device_that_is_too_small_for_the_free_plan_gets_a_dearer_one():
     tight = Training(wish=FREE, link_bytes_per_ms=2500, total_bytes=roomy.peak_bytes - LAYER_BYTES).steady()
     assert tight.peak_bytes < roomy.peak_bytes
     assert tight.waited_ms > 0
+
+
+def test_memory_is_known_at_all_moments_of_a_round_or_at_none(monkeypatch):
+    training, rounds = Training(wish=FREE, link_bytes_per_ms=5000), []
+    consider = Tuner._consider
+    monkeypatch.setattr(Tuner, "_consider", lambda tuner, one: (rounds.append(one), consider(tuner, one)))
+    training.steady(20)
+    del training.model[6:]  # measured anew
+    training.steady(20)
+    assert {one.with_memory for one in rounds} == {True, False}
+    for one in rounds:
+        away_at_most = sum(passed.size_bytes for passed in one.recording.passed)
+        known = [passed.memory_bytes > 0 for passed in one.recording.passed]
+        assert all(known) if one.with_memory else one.recording.peak_bytes <= away_at_most
 
 
 def test_a_peak_of_long_ago_takes_no_room():
