@@ -30,7 +30,9 @@ def commands() -> None:
     model = random_model.RandomModel("qwen3", shape, tokens=1024, batch=1, dtype="float32", checkpointing=False)
     inspection = inspect.inspect_transformers(model, 2)
     picture(
-        "inspect", "ds-fgoffload inspect --transformers qwen3 ...", inspect_view.show(inspection, [], 1 << 18, None)
+        "inspect",
+        "ds-fgoffload inspect --transformers qwen3 ...",
+        inspect_view.show(inspection, [], inspection.least(1 << 18), None),
     )
     picture("doctor", "ds-fgoffload doctor", doctor.table(doctor.examine(measure=True)))
 

@@ -41,7 +41,7 @@ def enable() -> None:
 
     setattr(initialize, _MARK, original)
     deepspeed.initialize = initialize
-    if not hasattr(original, "__wrapped__"):  # else it is ds_fgoffload.run's or the callback's, who tell by themselves
+    if not hasattr(original, "__wrapped__"):  # else it is ds_fgoffload.run's, which tells by itself
         _warn_if_late(original)
         atexit.register(watch.end)
         setattr(initialize, _WATCH, watch)

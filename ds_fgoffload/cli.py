@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from typer.core import TyperGroup
 import ds_fgoffload
 from ds_fgoffload.commands.output import open_missing_streams, stdout_on_stderr, why_not_writable
 from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
-from ds_fgoffload.recording import RecordingError
+from ds_fgoffload.recording import RecordingError, StepRecording
 
 
 class _Commands(TyperGroup):
@@ -131,7 +132,8 @@ def inspect(
     inspection: command.Inspection | None
     doing = "running the script" if transformers is None else "importing"
     json_alone = str(json_file) == "-"
-    with errors.status(doing, spinner="dots") as status, stdout_on_stderr(when=json_alone):
+    around = stdout_on_stderr() if json_alone else nullcontext()
+    with errors.status(doing, spinner="dots") as status, around:
         progress = command.Progress(_tell, status.update)
         try:
             if transformers is not None:
@@ -215,13 +217,12 @@ def draw(
         ds-fgoffload draw --sample
     """
     from ds_fgoffload.chrome_trace import chrome_trace
-    from ds_fgoffload.commands import recorded
     from ds_fgoffload.commands import sample as made_by_hand
     from ds_fgoffload.page import page
 
     if sample == (recording is not None):
         raise typer.BadParameter("give either the file of a recorded step, or --sample")
-    step = made_by_hand.recording() if recording is None else recorded.read(recording)
+    step = made_by_hand.recording() if recording is None else StepRecording.read(recording)
     _write(out, page(step))
     errors.print(f"wrote {out}", highlight=False)
     if trace is not None:

@@ -7,7 +7,8 @@ Times are milliseconds of the device's clock since the step began. The page and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,16 @@ class StepRecording:
 
     @classmethod
     def read(cls, path: Path) -> StepRecording:
-        """Raises :class:`RecordingError` if there is none."""
+        """Raises :class:`RecordingError` if there is none, or one with times or sizes that are not finite."""
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            step = cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror or error}") from error
+        for where, number in _not_finite("", asdict(step)):
+            raise RecordingError(
+                f"{path}: {where} is {number}, and a number is needed; docs/recording.md tells its keys"
+            )
+        return step
 
     def to_json(self) -> str:
         """What :meth:`from_json` reads."""
@@ -168,3 +174,14 @@ def as_plain(recording: StepRecording) -> dict[str, Any]:
         "d2h_gb_s": recording.rate_gb_s("d2h"),
         "h2d_gb_s": recording.rate_gb_s("h2d"),
     }
+
+
+def _not_finite(where: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _not_finite(f"{where}.{key}".lstrip("."), item)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _not_finite(f"{where}[{number}]", item)

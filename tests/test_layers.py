@@ -16,7 +16,7 @@ LAYERS = {
     8: "cli",
     7: "api run auto script integrations integrations.transformers suggest "
     "commands commands.inspect commands.inspect_view commands.doctor commands.random_model "
-    "commands.output commands.recorded commands.sample commands.script_failure commands.top",
+    "commands.output commands.sample commands.script_failure commands.top",
     6: "report tally step_log step_file page chrome_trace checkpoints "
     "adapters adapters.plain adapters.zero adapters.pipeline",
     5: "hooks watcher",

@@ -57,10 +57,10 @@ def tree(inventory: Inventory) -> Node:
     return root
 
 
-def show(inspection: Inspection, patterns: Sequence[str], least: int | LeastBytes, depth: int | None) -> RenderableType:
+def show(inspection: Inspection, patterns: Sequence[str], least: LeastBytes, depth: int | None) -> RenderableType:
     """All that a person is told."""
     inventory = inspection.inventory
-    min_tensor_bytes, source = least if isinstance(least, LeastBytes) else LeastBytes(least, "as asked")
+    min_tensor_bytes, source = least
     parts: list[RenderableType] = [_headline(inspection), _tree_table(tree(inventory), depth)]
     if inspection.incomplete:  # what a pattern would move of a part says nothing about the whole
         return Group(*parts, Text(f"INCOMPLETE: {inspection.incomplete}; modules after that are not in the table."))

@@ -25,13 +25,10 @@ def why_not_writable(file: Path) -> str | None:
 
 
 @contextmanager
-def stdout_on_stderr(*, when: bool = True) -> Iterator[None]:
-    """What is printed or logged to the standard output meanwhile goes to the standard error, if ``when``."""
+def stdout_on_stderr() -> Iterator[None]:
+    """What is printed or logged to the standard output meanwhile goes to the standard error."""
     out = sys.stdout
     with ExitStack() as undo:
-        if not when:
-            yield
-            return
         undo.enter_context(redirect_stdout(sys.stderr))
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is out:
