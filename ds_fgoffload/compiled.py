@@ -19,11 +19,12 @@ class ModuleHook:
     """A hook that is not copied with its module: a deep copy or a pickle of the module is not attached."""
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = uncompiled(call)
+        self._call = call
+        self._uncompiled_call = uncompiled(call)
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():  # what Dynamo sees of a hook that lies in a graph
-            self._call(*args)
+            (self._uncompiled_call if compile_is_used() else self._call)(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_do_nothing,)
@@ -52,8 +53,11 @@ def uncompiled(function: Callable[..., _T]) -> Callable[..., _T]:
 
 def compile_is_used() -> bool:
     """Whether anything in this process was ever given to ``torch.compile``."""
-    backends = getattr(torch._dynamo.eval_frame, "cached_backends", {0: True})
-    return any(backend is not None for backend in backends.values())  # None: torch.compiler.disable
+    # a loop, as it is asked at every call of a hook
+    for backend in tuple(getattr(torch._dynamo.eval_frame, "cached_backends", {0: True}).values()):
+        if backend is not None:  # None: torch.compiler.disable
+            return True
+    return False
 
 
 def modules_above(name: str, root: nn.Module) -> tuple[nn.Module, ...]:

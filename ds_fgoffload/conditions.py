@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ class _Autocast(NamedTuple):
     device_type: str
     enabled: bool
     dtype: torch.dtype
+
+
+_autocast = cache(_Autocast)  # there are few, and one of these conditions for every call that is made again
 
 
 class Conditions:
@@ -33,8 +37,10 @@ class Conditions:
         self._device = device
         self.training = training_flags(modules)
         self._autocasts = tuple(
-            _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys((device.type, "cpu"))
+            [
+                _autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in dict.fromkeys((device.type, "cpu"))
+            ]
         )
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self._random: tuple[torch.Tensor, ...] | None = random_states(device)

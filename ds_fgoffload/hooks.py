@@ -61,8 +61,10 @@ class ModuleHooks:
         leave_hooks_uncompiled()
         self._offloader = offloader
         self._recomputer = recomputer
-        self._pack = packing.pack if recomputer is None else partial(packing.pack_or_promise, recomputer)
-        self._unpack = offloader.unpack if recomputer is None else partial(packing.unpack, offloader)
+        self._open_calls = OpenCalls(offloader)
+        self._packing = packing.Packing(offloader, recomputer, self._open_calls)
+        self._pack: Callable[[torch.Tensor], object] = self._packing.pack
+        self._unpack = offloader.unpack if recomputer is None else self._packing.unpack
         self._uncompiled_pack, self._uncompiled_unpack = uncompiled(self._pack), uncompiled(self._unpack)
         self._keep = uncompiled(packing.keep)
         self._kept = uncompiled(KeptTensor.tensor)
@@ -72,7 +74,6 @@ class ModuleHooks:
         self._told_recomputed = False
         self._root = root
         self._root_has_returned = False
-        self._open_calls = OpenCalls(offloader)
         self._root_handles: tuple[RemovableHandle, ...] = (
             root.register_forward_pre_hook(ModuleHook(self._begin_micro_batch), prepend=True),
             root.register_forward_hook(ModuleHook(self._end_micro_batch)),
@@ -178,8 +179,7 @@ class ModuleHooks:
                     self._note_recompute(name)
             else:
                 scope = self._offloader.open_scope(name, module)
-                pack, unpack = self._pack_and_unpack()
-                hooks = saved_tensors_hooks(partial(pack, self._offloader, scope), unpack)
+                hooks = saved_tensors_hooks(*self._pack_and_unpack())
             hooks.__enter__()
         self._open_calls.append(OpenCall(module, scope, hooks))
 
@@ -188,7 +188,7 @@ class ModuleHooks:
             self._watch(output)
         self._open_calls.close(module)
 
-    def _pack_and_unpack(self) -> tuple[Callable[..., object], Callable[[Any], torch.Tensor]]:
+    def _pack_and_unpack(self) -> tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]:
         # Where nothing is ever compiled, the third part of the host's time per saved tensor is spared.
         if compile_is_used():
             return self._uncompiled_pack, self._uncompiled_unpack
@@ -208,8 +208,7 @@ class ModuleHooks:
             module._forward_pre_hooks.move_to_end(before.id)
             module._forward_hooks.move_to_end(after.id, last=False)
         recomputer.forward_began()
-        pack, unpack = self._pack_and_unpack()
-        hooks = saved_tensors_hooks(partial(pack, self._offloader, None), unpack)
+        hooks = saved_tensors_hooks(*self._pack_and_unpack())
         hooks.__enter__()
         self._open_calls.append(OpenCall(self, None, hooks))
 
@@ -223,12 +222,10 @@ class ModuleHooks:
         opened = hooks = None
         if self._is_to_recompute():
             assert self._recomputer is not None
-            _, unpack = self._pack_and_unpack()
-            opened = self._recomputer.open(
-                unit, args, kwargs, partial(packing.pack_argument, self._offloader, self._open_calls.scope()), unpack
-            )
+            pack, unpack = self._pack_and_unpack()
+            opened = self._recomputer.open(unit, args, kwargs, self._packing.pack_argument, unpack)
             if opened is not None:
-                hooks = saved_tensors_hooks(uncompiled(opened.call.pack), unpack)
+                hooks = saved_tensors_hooks(pack, unpack)
                 hooks.__enter__()
         self._open_calls.append(OpenCall(unit, None, hooks, opened))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _layout(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, tensor: torch.Tensor) -> torch.Tensor:
         """This view over the storage of ``tensor``, which may be any other view of it.
@@ -34,6 +35,12 @@ class Layout(NamedTuple):
         size_bytes = content.numel() // self.dtype.itemsize * self.dtype.itemsize
         elements = (content if size_bytes == content.numel() else content[:size_bytes]).view(self.dtype)
         return elements.as_strided(self.size, self.stride, elements.storage_offset() + self.offset)
+
+
+@lru_cache(maxsize=4096)
+def _layout(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Layout:
+    """The same object for the same layout: what lives until backward costs Python's collector time."""
+    return Layout(dtype, size, stride, offset)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ class Offloader:
             storage = self._saved_before(tensor)
             if storage is None:
                 storage = SavedStorage(tensor, self._transfer.compute())
-                self._by_identity[storage.identity] = weakref.ref(storage)
+                self._by_identity[storage.original.identity] = weakref.ref(storage)
                 self._send(scope, storage)
             else:
                 self._transfer.compute()  # this stream will read it, too
@@ -217,13 +217,10 @@ class Offloader:
     def _send_parcel(self, scope: Scope, storages: list[SavedStorage], site: Site) -> None:
         self._bury()
         self._last_key += 1
+        first = storages[0]
+        aliases = [storage.alias for storage in storages]
         parcel = Parcel(
-            self._last_key,
-            [storage.alias for storage in storages],
-            scope.stats,
-            self._transfer,
-            storages[0].compute,
-            self._deaths,
+            self._last_key, aliases, scope.stats, self._transfer, first.compute, self._deaths, first.original
         )
         self._parcels[parcel.key] = weakref.ref(parcel)
         self._carry_out(self._schedule.saved(parcel.key, site, parcel.size_bytes, scope.micro_batch))

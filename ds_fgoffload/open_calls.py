@@ -36,6 +36,10 @@ class OpenCalls(threading.local):
         """The innermost."""
         return next((call.scope for call in reversed(self._stack) if call.scope is not None), None)
 
+    def saving(self) -> OpenCall | None:
+        """The innermost around which autograd's hooks are entered."""
+        return next((call for call in reversed(self._stack) if call.hooks is not None), None)
+
     def is_recomputed(self) -> bool:
         """Whether one of them will be made again in backward, with all that is in it."""
         return any(call.recomputed is not None for call in self._stack)

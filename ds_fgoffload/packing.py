@@ -1,4 +1,4 @@
-"""What becomes of a tensor that autograd saves: in a unit, as the argument of a recomputed one, and elsewhere."""
+"""What becomes of a tensor that autograd saves: in a unit, in a recomputed one, as its argument, and elsewhere."""
 
 from __future__ import annotations
 
@@ -7,34 +7,48 @@ from typing import Any
 import torch
 
 from ds_fgoffload.offloader import Offloader
+from ds_fgoffload.open_calls import OpenCalls
 from ds_fgoffload.recompute import Recomputer
 from ds_fgoffload.remade import Remade
 from ds_fgoffload.saved import KeptTensor
-from ds_fgoffload.scope import Scope
 
 
-def pack(offloader: Offloader, scope: Scope, tensor: torch.Tensor) -> object:
-    """Saved in a unit."""
-    # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
-    return KeptTensor(tensor) if in_backward() else offloader.pack(scope, tensor)
+class Packing:
+    """Autograd's two hooks, the same around every call: which call it is, the calls that are open tell.
 
+    (Autograd keeps with each saved tensor the hooks that it was saved under. A pair for each call would be as many
+    objects more that Python's collector goes through.)
 
-def pack_or_promise(recomputer: Recomputer, offloader: Offloader, scope: Scope | None, tensor: torch.Tensor) -> object:
-    """Saved in a unit, or (``scope`` None) in none; what a recomputed unit gave is promised."""
-    if in_backward():
-        return KeptTensor(tensor)
-    promise = recomputer.promise(tensor)
-    return pack_argument(offloader, scope, tensor) if promise is None else promise
+    Args:
+        recomputer: what its units have given is promised; None: there are none.
+    """
 
+    def __init__(self, offloader: Offloader, recomputer: Recomputer | None, open_calls: OpenCalls) -> None:
+        self._offloader = offloader
+        self._recomputer = recomputer
+        self._open_calls = open_calls
 
-def pack_argument(offloader: Offloader, scope: Scope | None, tensor: torch.Tensor) -> object:
-    """An argument of a recomputed unit, to be held until backward."""
-    return KeptTensor(tensor) if scope is None else offloader.pack(scope, tensor)
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Autograd saves ``tensor``; what is returned is what it holds."""
+        call = self._open_calls.saving()
+        if call is not None and call.recomputed is not None:
+            return call.recomputed.call.pack(tensor)
+        # A backward that is run inside a forward saves tensors of its own, for its own use.
+        if call is None or in_backward():
+            return KeptTensor(tensor)
+        promise = None if self._recomputer is None else self._recomputer.promise(tensor)
+        if promise is not None:
+            return promise
+        return KeptTensor(tensor) if call.scope is None else self._offloader.pack(call.scope, tensor)
 
+    def pack_argument(self, tensor: torch.Tensor) -> object:
+        """An argument of a recomputed unit that is about to be opened, to be held until backward."""
+        scope = self._open_calls.scope()
+        return KeptTensor(tensor) if scope is None else self._offloader.pack(scope, tensor)
 
-def unpack(offloader: Offloader, packed: Any) -> torch.Tensor:
-    """Autograd needs a tensor back, whichever of the above held it."""
-    return packed.tensor() if type(packed) is Remade else offloader.unpack(packed)
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Autograd needs a tensor back, whichever of the above held it."""
+        return packed.tensor() if type(packed) is Remade else self._offloader.unpack(packed)
 
 
 def keep(tensor: torch.Tensor) -> KeptTensor:

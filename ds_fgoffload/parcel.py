@@ -12,13 +12,13 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fgoffload.layout import storage_bytes
 from ds_fgoffload.pool import Lease
 from ds_fgoffload.stats import UnitStats
 from ds_fgoffload.streams import Fence
 from ds_fgoffload.transfer import Transfer
+from ds_fgoffload.weak_storage import WeakStorage
 
 
 class State(Enum):
@@ -51,6 +51,7 @@ class Parcel:
         transfer: makes the copies.
         compute: the stream on which the content was made.
         deaths: gets a :class:`Death` when the parcel is gone, at any moment, on any thread.
+        original: finds the first of the storages again if something else holds it.
     """
 
     __slots__ = (
@@ -85,6 +86,7 @@ class Parcel:
         transfer: Transfer,
         compute: Any,
         deaths: deque[Death],
+        original: WeakStorage,
     ) -> None:
         self.key = key
         self.stats = stats
@@ -98,9 +100,9 @@ class Parcel:
         """Bytes of the storages in it, which is what is counted; ``size_bytes`` has the gaps between them too."""
         self.offsets, self.size_bytes = _offsets(sizes_bytes)
         self._content: Sequence[torch.Tensor] = content if len(content) > 1 else ()
-        # A single storage travels from where it is. The weak reference finds it again if something else holds it.
+        # A single storage travels from where it is, and may be found there again.
         self._alias: torch.Tensor | None = content[0] if len(content) == 1 else None
-        self._original = _weak_reference(content[0]) if len(content) == 1 else None
+        self._original = original
         self._version = content[0]._version
         self._memory: torch.Tensor | None = self._alias
         self._lease: Lease | None = None
@@ -159,8 +161,7 @@ class Parcel:
         """Goes back to the single storage that was saved, if it is still on the device as it was."""
         if self._alias is None or self._alias._version != self._version:
             return False
-        assert self._original is not None
-        original = _alive(self._original)
+        original = self._original.alive()
         if original is None or original.nbytes() != self.size_bytes:
             return False
         self._alias.data = torch.empty(0, dtype=torch.uint8, device=self._alias.device).set_(original)
@@ -190,21 +191,13 @@ def drop_memory(alias: torch.Tensor) -> None:
     alias.data = _nothing_on(alias.device)
 
 
-def _weak_reference(alias: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(alias.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-
-
 _ALIGNMENT_BYTES = 512  # of the device allocator; more than any dtype needs
 
 
-def _offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
+def _offsets(sizes_bytes: Sequence[int]) -> tuple[Sequence[int], int]:
     """Where each storage begins in the parcel, and the size of the whole."""
     if len(sizes_bytes) == 1:
-        return [0], sizes_bytes[0]
+        return (0,), sizes_bytes[0]
     offsets, end = [], 0
     for size_bytes in sizes_bytes:
         offsets.append(end)

@@ -40,9 +40,9 @@ class Traces:
         return None
 
 
-def state_of(modules: Sequence[nn.Module]) -> tuple[tuple[int, int], ...]:
+def state_of(modules: Sequence[nn.Module]) -> tuple[int, ...]:
     """Identity and version of each parameter and buffer: two states are equal if no tensor was changed in place."""
-    return tuple([(id(tensor), version_of(tensor)) for tensor in state_tensors(modules)])
+    return tuple([number for tensor in state_tensors(modules) for number in (id(tensor), version_of(tensor))])
 
 
 def state_tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:

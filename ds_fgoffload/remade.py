@@ -19,7 +19,7 @@ from ds_fgoffload.conditions import Conditions
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import drop_memory
-from ds_fgoffload.purity import is_parameter, signature
+from ds_fgoffload.purity import is_parameter, signature, storage_identity
 from ds_fgoffload.saved import KeptTensor, SavedStorage, changed_in_place
 from ds_fgoffload.stats import shown
 from ds_fgoffload.streams import Streams
@@ -44,11 +44,11 @@ class Output:
 
     @property
     def identity(self) -> int:
-        return self._storage.identity
+        return self._storage.original.identity
 
     def is_gone(self) -> bool:
         """True if the memory has been freed."""
-        return self._storage.original.expired()  # type: ignore[no-untyped-call,no-any-return]
+        return self._storage.original.is_gone()
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor``, over the same storage, has the values that the call gave it."""
@@ -126,6 +126,9 @@ class RecomputedCall:
         depth: how many calls have to be made again before this one, each of which gives an argument of the next.
     """
 
+    __slots__ = ("__weakref__", "_layouts", "_leaves", "_outputs_count", "_promises", "_runner", "_saves",
+                 "_settled_saves", "_state", "_stream", "_structure", "conditions", "depth", "outputs")  # fmt: skip
+
     def __init__(
         self, runner: Runner, leaves: Sequence[Any], structure: TreeSpec | None, conditions: Conditions, depth: int
     ) -> None:
@@ -136,12 +139,11 @@ class RecomputedCall:
         self._structure = structure
         self._state = runner.state()
         self._stream = runner.streams.compute()
-        self._saves: list[Remade] = []
-        self._identities: list[int] = []
-        self._settled_saves: list[weakref.ref[Remade]] = []
-        self._signatures: list[Any] = []
-        self._promises: list[weakref.ref[Remade]] = []
-        self.outputs: list[Output] = []
+        self._saves: list[Remade] | None = []
+        self._settled_saves: tuple[weakref.ref[Remade], ...] = ()
+        self._layouts: tuple[Layout, ...] = ()
+        self._promises: tuple[weakref.ref[Remade], ...] = ()
+        self.outputs: Sequence[Output] = ()
         self._outputs_count = 0
 
     @property
@@ -161,17 +163,17 @@ class RecomputedCall:
         if is_parameter(tensor) or torch._C._current_graph_task_id() != -1:
             return kept
         remade = Remade(self, Layout.of(tensor), None, kept)
+        assert self._saves is not None
         self._saves.append(remade)
-        self._identities.append(tensor.untyped_storage()._cdata)
         return remade
 
     def has_changed_saves(self) -> bool:
         """Whether the forward has changed in place what it had saved; then backward raises, as it would without us."""
-        return any(remade.held is not None and remade.held.is_changed for remade in self._saves)
+        return any(remade.held is not None and remade.held.is_changed for remade in self._saves or ())
 
     def saved(self) -> list[torch.Tensor]:
         """What the unit has saved, before :meth:`settle`."""
-        return [remade.held.tensor() for remade in self._saves if remade.held is not None]
+        return [remade.held.tensor() for remade in self._saves or () if remade.held is not None]
 
     def settle(self, made: Sequence[torch.Tensor], outputs: Sequence[Output], outside: frozenset[int]) -> None:
         """The forward is over: from now on what it saved, and its output, are made again.
@@ -181,27 +183,28 @@ class RecomputedCall:
             outputs: the storages among them that are the call's own.
             outside: numbers of the saves that are tensors from elsewhere; they stay.
         """
-        self.outputs = list(outputs)
+        self.outputs = outputs
         self._outputs_count = len(made)
         by_identity = {output.identity: output for output in outputs}
+        assert self._saves is not None
         for number, remade in enumerate(self._saves):
             assert remade.held is not None
             if number in outside:
                 continue
-            remade.output = by_identity.get(self._identities[number])
+            remade.output = by_identity.get(storage_identity(remade.held.tensor()))
             remade.held = None
-        self._signatures = [remade.layout[:3] for remade in self._saves]
-        self._settled_saves = [weakref.ref(remade) for remade in self._saves]
-        self._saves = []
+        self._layouts = tuple([remade.layout for remade in self._saves])
+        self._settled_saves = tuple([weakref.ref(remade) for remade in self._saves])
+        self._saves = None
 
     def keep(self) -> None:
         """Whatever was saved stays, as without recomputation."""
-        self._saves = []
+        self._saves = None
 
     def promise(self, output: Output, tensor: torch.Tensor) -> Remade:
         """``tensor``, a view of ``output``, is saved outside the unit."""
         promise = Remade(self, Layout.of(tensor), output, None)
-        self._promises.append(weakref.ref(promise))
+        self._promises = (*self._promises, weakref.ref(promise))
         return promise
 
     def run_again(self) -> None:
@@ -245,12 +248,13 @@ class RecomputedCall:
             streams.wait(self._stream, streams.fence(stream))
 
     def _check(self, made: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> None:
-        same = len(made) == self._outputs_count and list(map(signature, saved)) == self._signatures
+        expected = [layout[:3] for layout in self._layouts]
+        same = len(made) == self._outputs_count and list(map(signature, saved)) == expected
         same = same and all(Layout.of(made[output.number]) == output.layout for output in self.outputs)
         if not same:
             raise OffloadStateError(
                 f"{shown(self._runner.name)} did not do the same when it was recomputed in backward: it saved "
-                f"{len(saved)} tensors instead of {len(self._signatures)}, or of other shapes; its forward depends on "
+                f"{len(saved)} tensors instead of {len(self._layouts)}, or of other shapes; its forward depends on "
                 "more than its arguments: take it out of fine_grained_offload.recompute"
             )
 
@@ -270,6 +274,6 @@ class RecomputedCall:
                 tensor = promise.layout.over(made[promise.output.number])
                 promise.held = KeptTensor(tensor)
                 filled.append(tensor)
-        self._promises = [reference for reference in self._promises if reference() is not None]
+        self._promises = tuple([reference for reference in self._promises if reference() is not None])
         given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
         return [tensor for tensor in filled if tensor.untyped_storage()._cdata not in given]

@@ -6,12 +6,12 @@ import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
 
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Parcel
+from ds_fgoffload.purity import is_parameter
+from ds_fgoffload.weak_storage import WeakStorage
 
 
 class SavedStorage:
@@ -23,14 +23,11 @@ class SavedStorage:
     """
 
     __slots__ = ("__weakref__", "_offset", "_owner", "_restored", "_restored_from", "_version", "alias", "compute",
-                 "identity", "original", "parcel", "size_bytes")  # fmt: skip
+                 "original", "parcel", "size_bytes")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, compute: Any) -> None:
-        storage = tensor.untyped_storage()
-        self.size_bytes = storage.nbytes()
-        # The weak reference keeps the address of the storage's record from being given to another storage.
-        self.original = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self.identity: int = self.original.cdata
+        self.size_bytes = tensor.untyped_storage().nbytes()
+        self.original = WeakStorage(tensor)
         # A detached alias shares the version counter, and goes on telling of changes in place when its memory is gone.
         self.alias = tensor.detach()
         self._version = tensor._version
@@ -100,8 +97,7 @@ class KeptTensor:
     __slots__ = ("_elements", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        is_parameter = type(tensor) is Parameter or isinstance(tensor, Parameter)  # the second alone is slow
-        self._tensor = tensor if is_parameter else tensor.detach()
+        self._tensor = tensor if is_parameter(tensor) else tensor.detach()
         self._version = tensor._version
         self._elements = tensor.numel()
 

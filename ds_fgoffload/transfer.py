@@ -7,6 +7,7 @@ number or an access out of order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -43,7 +44,7 @@ class Transfer:
             self._last_compute = compute
         return compute
 
-    def pack(self, parts: list[torch.Tensor], offsets: list[int], size_bytes: int, compute: Any) -> torch.Tensor:
+    def pack(self, parts: list[torch.Tensor], offsets: Sequence[int], size_bytes: int, compute: Any) -> torch.Tensor:
         """New device memory (uint8) of ``size_bytes``, with ``parts`` at ``offsets``: one kernel on ``compute``."""
         streams = self._streams
         packed = streams.allocate(compute, size_bytes)

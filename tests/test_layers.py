@@ -26,7 +26,8 @@ LAYERS = {
     1: "selection eligibility transfer recorder step_times tuner told recompute_cost conditions arguments "
     "pool pool_user pool_stats stock books lease supply budget ledger region pinning",
     0: "compiled purity schedule order plan planner simulation fastest reads round_times config sizes layout stats "
-    "streams cuda_reads errors arena host_limit ledger_file keeper names messages families aliases inventory recording",
+    "streams cuda_reads weak_storage errors arena host_limit ledger_file keeper names messages families aliases "
+    "inventory recording",
 }
 BESIDE = {
     "run": {"api", "script"},
@@ -41,7 +42,7 @@ BESIDE = {
     "tuner": {"recorder", "told"},
     "recorder": {"lease", "step_times"},
     "round_times": {"plan", "recording", "stats", "streams"},
-    "packing": {"offloader", "recompute"},
+    "packing": {"offloader", "open_calls", "recompute"},
     "open_calls": {"offloader", "recompute"},
     "remade": {"parcel", "saved"},
     "recomputed_unit": {"remade", "saved"},

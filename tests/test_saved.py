@@ -37,7 +37,8 @@ class Saved:
         self.layouts = [Layout.of(t) for t in originals]
         self.storages = [SavedStorage(t, transfer.compute()) for t in originals]
         aliases = [storage.alias for storage in self.storages]
-        self.parcel = Parcel(7, aliases, UnitStats(), transfer, self.storages[0].compute, self.deaths)
+        first = self.storages[0]
+        self.parcel = Parcel(7, aliases, UnitStats(), transfer, first.compute, self.deaths, first.original)
 
     def offload(self):
         if self.parcel.state is State.RESIDENT:
