@@ -43,6 +43,27 @@ class Steps:
     loss: float
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Times of a mode, and of plain training just before or after."""
+
+    own_ms: list[float]
+    plain_ms: list[float]
+
+    def summary(self) -> dict[str, Any]:
+        """What a step takes more, in ms: the median, and the mean with its standard error; as a fraction of plain."""
+        more_ms = [own - plain for own, plain in zip(self.own_ms, self.plain_ms, strict=True)]
+        plain_ms = statistics.median(self.plain_ms)
+        deviation_ms = statistics.stdev(more_ms) if len(more_ms) > 1 else 0.0
+        return {
+            "pairs": asdict(self),
+            "added_ms": statistics.median(more_ms),
+            "added_time": statistics.median(more_ms) / plain_ms,
+            "added_time_mean": statistics.fmean(more_ms) / plain_ms,
+            "added_time_error": deviation_ms / len(more_ms) ** 0.5 / plain_ms,
+        }
+
+
 def run_steps(step: Callable[[], torch.Tensor], *, warmup: int, repeats: int, until_s: float = math.inf) -> Steps:
     """Times ``step`` on the device; the allocator's cache is emptied once after the warm-up and the peaks reset.
 
@@ -66,6 +87,23 @@ def time_steps(step: Callable[[], torch.Tensor], repeats: int, until_s: float = 
         milliseconds, loss = timed(step)
         times.append(milliseconds)
     return Steps(times, *peaks(), float(loss))
+
+
+def time_pairs(
+    step: Callable[[], torch.Tensor], plain: Callable[[], torch.Tensor], pairs: int, until_s: float
+) -> Pairs:
+    """Times steps of a mode and of plain training in turn, each first in every second pair.
+
+    Steps of one mode alone drift by per cents with the clock of the device, and so does what is measured minutes later;
+    the two steps of a pair are as near in time as can be.
+    """
+    own_ms: list[float] = []
+    plain_ms: list[float] = []
+    while len(own_ms) < pairs and not (own_ms and time.monotonic() > until_s):
+        turns = [(step, own_ms), (plain, plain_ms)]
+        for function, times in turns if len(own_ms) % 2 else reversed(turns):
+            times.append(timed(function)[0])
+    return Pairs(own_ms, plain_ms)
 
 
 def engine_step(engine: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ results is written after every mode.
 Protocol: a mode is opened and warmed up (ours learns meanwhile), the allocator's cache is emptied once, one more step,
 the peaks are reset, then steps are timed on the device. Every round goes through all modes. In the first, each
 mode then runs a step with deterministic kernels, whose loss and gradients are compared with those of plain training.
+Last, a copy of the model is trained plainly in turn with it, step by step: what the mode adds to the time is the median
+of the differences.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from benchmarks.measure import (
     GIB,
     ON_GPU,
     BytesToHost,
+    Pairs,
     Stalls,
     Steps,
     deterministic,
@@ -41,6 +44,7 @@ from benchmarks.measure import (
     save,
     settle,
     summary,
+    time_pairs,
     time_steps,
     timed,
 )
@@ -50,7 +54,8 @@ FindOut: TypeAlias = Callable[[modes.Run, dict[str, Any]], None]
 READS = {"no": (False,), "only": (True,), "also": (False, True)}
 STEPS_PER_PEAK = 20
 SHOWN = (
-    *("step_ms_median", "step_ms_min", "step_ms_max", "added_time", "max_reserved_gib", "freed_reserved_gib"),
+    *("step_ms_median", "step_ms_min", "step_ms_max", "added_time", "added_time_mean", "added_time_error"),
+    *("max_reserved_gib", "freed_reserved_gib"),
     *("max_allocated_gib", "freed_allocated_gib", "moved_gib", "stalled_ms", "stalled_share", "pinned_gib"),
 )
 TOLD = (
@@ -68,6 +73,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=420, help="ends before this, the imports not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of a mode in a round")
+    parser.add_argument(
+        "--pairs", type=int, default=20, help="steps that a copy of the model runs in turn with; 0: none"
+    )
     parser.add_argument("--warmup", type=int, help="steps before those; default: what the mode asks for")
     parser.add_argument("--steps", type=int, default=0, help="run so many steps of each mode, in one round")
     parser.add_argument("--layers", type=int, help="default: 8 of deepseek, 32 of llama8b")
@@ -80,7 +88,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def build(arguments: argparse.Namespace) -> modes.Job:
-    """The model in bf16 with its gradients allocated, and a batch of one."""
+    """The model in bf16 with its gradients allocated, and a batch of one; each time the same."""
     shape: Any
     make: Any
     if arguments.model == "deepseek":
@@ -115,6 +123,7 @@ class Comparison:
         self.arguments = arguments
         self.until_s = time.monotonic() + arguments.seconds
         self.rounds: dict[str, list[Steps]] = {}
+        self.pairs: dict[str, Pairs] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.not_run: dict[str, str] = {}
@@ -159,9 +168,7 @@ class Comparison:
         save(self.arguments.name, self.figures())
 
     def _run(self, mode: modes.Mode, key: str, reads: bool, *, first: bool) -> None:
-        read_counts = getattr(self.job.model, "read_counts", None)
-        if read_counts is not None:
-            read_counts(reads)
+        read_counts_of(self.job, reads)
         warmup = mode.warmup if self.arguments.warmup is None else self.arguments.warmup
         with mode.open(self.job) as run:
             if self.arguments.steps:
@@ -172,6 +179,18 @@ class Comparison:
             self.rounds.setdefault(key, []).append(steps)
             if first:
                 self.facts[key] = self._facts(run)
+            if self.arguments.pairs:
+                self._run_pairs(run, key, reads)
+
+    def _run_pairs(self, run: modes.Run, key: str, reads: bool) -> None:
+        """The copy exists for these steps alone: memory has been judged without it."""
+        beside = build(self.arguments)
+        read_counts_of(beside, reads)
+        beside.step()
+        pairs = time_pairs(run.step, beside.step, self.arguments.pairs, self.until_s)
+        known = self.pairs.setdefault(key, Pairs([], []))
+        known.own_ms.extend(pairs.own_ms)
+        known.plain_ms.extend(pairs.plain_ms)
 
     def _facts(self, run: modes.Run) -> dict[str, Any]:
         """What steps that are not timed can tell. What cannot be found out is told, too; what was measured stands."""
@@ -236,7 +255,10 @@ class Comparison:
             if plain is not None and "max_reserved_gib" in row and "max_reserved_gib" in plain:
                 row["freed_reserved_gib"] = plain["max_reserved_gib"] - row["max_reserved_gib"]
                 row["freed_allocated_gib"] = plain["max_allocated_gib"] - row["max_allocated_gib"]
-                row["added_time"] = row["step_ms_median"] / plain["step_ms_median"] - 1
+                if key in self.pairs:
+                    row.update(self.pairs[key].summary())
+                else:
+                    row["added_time"] = row["step_ms_median"] / plain["step_ms_median"] - 1
                 row["losses_equal"] = set(row["losses"]) == set(plain["losses"])
                 if "gradient_sums" in row and "gradient_sums" in plain:
                     row["gradients_equal"] = row["gradient_sums"] == plain["gradient_sums"]
@@ -265,6 +287,13 @@ class Comparison:
         """What plain training has on the device at its peak beside parameters and gradients."""
         peak_gib = rows.get("plain", {}).get("max_allocated_gib")
         return None if peak_gib is None else peak_gib - self._static_bytes() / GIB
+
+
+def read_counts_of(job: modes.Job, reads: bool) -> None:
+    """Whether the routers read, if the model has any."""
+    read_counts = getattr(job.model, "read_counts", None)
+    if read_counts is not None:
+        read_counts(reads)
 
 
 def key_of(mode: modes.Mode, reads: bool) -> str:

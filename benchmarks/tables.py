@@ -93,6 +93,12 @@ def spread(mode: dict[str, Any]) -> str:
     return f"{mode['step_ms_median']:.0f} ms ({mode['step_ms_min']:.0f} to {mode['step_ms_max']:.0f})"
 
 
+def added(mode: dict[str, Any]) -> str:
+    """To the time of a step: the median, and where it was measured in pairs, the mean and its standard error."""
+    mean = f" ({mode['added_time_mean']:+.1%} ± {mode['added_time_error']:.1%})" if "added_time_mean" in mode else ""
+    return f"{mode['added_time']:+.1%}{mean}"
+
+
 STACKS = {
     "deepseek": "DeepSeek-V3-shaped stack (hidden 7168, latent attention, 16 local experts, top-8)",
     "llama8b": "Dense Llama-8B-shaped stack (hidden 4096, intermediate 14336)",
@@ -115,7 +121,7 @@ def on_time(figures: dict[str, Any], *, reads: bool = False) -> list[str]:
     return [
         f"**{STACKS[arguments['model']]}**, {figures['parameters'] / 1e9:.1f}B parameters, bf16, {arguments['length']} tokens, forward and backward, one {figures['device']}{with_reads}{allocator}.{peak} Offloaded: `{json.dumps(figures['selected'])}`.",
         "",
-        "| | max reserved, GiB | freed, GiB | step, median (min to max) | added | moved, GiB | stalled, ms | late reloads | pinned, GiB | losses, gradients equal |",
+        "| | max reserved, GiB | freed, GiB | step, median (min to max) | added: median (mean ± its error) | moved, GiB | stalled, ms | late reloads | pinned, GiB | losses, gradients equal |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(_on_time_row(title(figures, name), mode) for name, mode in modes.items()),
         *(f"| {title(figures, name)} | failed: {why.split(':')[0]} | | | | | | | | |" for name, why in failed.items()),
@@ -143,7 +149,7 @@ def _on_time_row(name: str, mode: dict[str, Any]) -> str:
         number("max_reserved_gib"),
         number("freed_reserved_gib"),
         spread(mode),
-        f"{mode['added_time']:+.1%}",
+        added(mode),
         number("moved_gib"),
         number("stalled_ms"),
         "-" if late is None else f"{late:.0f}",

@@ -1,4 +1,6 @@
 import contextlib
+import math
+import statistics
 from collections import Counter
 from types import SimpleNamespace
 
@@ -233,7 +235,7 @@ class TestTheScript:
         return tmp_path
 
     def run(self, *arguments):
-        return on_time.main(["--tiny", "--warmup", "1", "--repeats", "2", "--rounds", "2", *arguments])
+        return on_time.main(["--tiny", "--warmup", "1", "--repeats", "2", "--rounds", "2", "--pairs", "3", *arguments])
 
     def test_a_mode_that_fails_is_recorded_and_the_others_go_on(self, results, capsys):
         chosen = ("--modes", "ours e*", "ours b*", "recompute", "trl", "--setting", 'ours bad={"moduls": []}')
@@ -291,3 +293,24 @@ def test_equal_gradients_have_equal_sums_and_others_do_not():
     assert measure.gradient_sums(model) == first
     model.weight.grad.view(torch.int16)[3, 3] ^= 1
     assert measure.gradient_sums(model) != first
+
+
+def test_pairs_tell_what_a_step_takes_more():
+    row = measure.Pairs([103.0, 104.0, 300.0], [100.0, 102.0, 98.0]).summary()
+    assert (row["added_ms"], row["added_time"]) == (3.0, 0.03)
+    assert row["added_time_mean"] == pytest.approx((3 + 2 + 202) / 3 / 100)
+    assert row["added_time_error"] == pytest.approx(statistics.stdev([3, 2, 202]) / 3**0.5 / 100)
+    assert measure.Pairs([103.0], [100.0]).summary()["added_time_error"] == 0.0
+
+
+def test_in_pairs_each_is_first_in_turn():
+    order = []
+
+    def step(name):
+        order.append(name)
+        return torch.zeros(())
+
+    pairs = measure.time_pairs(lambda: step("own"), lambda: step("plain"), 4, math.inf)
+    assert order == ["plain", "own", "own", "plain"] * 2
+    assert len(pairs.own_ms) == len(pairs.plain_ms) == 4
+    assert len(measure.time_pairs(lambda: step("own"), lambda: step("plain"), 4, 0.0).own_ms) == 1
