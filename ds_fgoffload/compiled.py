@@ -6,7 +6,7 @@ The hooks of the very module that was compiled run outside the graph, and autogr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch._dynamo
@@ -14,17 +14,36 @@ from torch import nn
 
 _T = TypeVar("_T")
 
+_callback_of_dynamo: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+"""None where Dynamo does not look at the frames of this thread: outside of compiled calls, nearly always."""
+
+
+class Uncompiled(Generic[_T]):
+    """``call``, which compiled code and what Dynamo gave up on leave as it is, with all that it calls.
+
+    While Dynamo looks on, it goes through ``torch.compiler.disable``. Else that would be a third of the host's time per
+    saved tensor: any DeepSpeed engine may have compiled something (0.19.8 does where it imports its optimizers).
+    """
+
+    __slots__ = ("_call", "_disabled")
+
+    def __init__(self, call: Callable[..., _T]) -> None:
+        self._call = call
+        self._disabled: Callable[..., _T] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any) -> _T:
+        return (self._call if _callback_of_dynamo() is None else self._disabled)(*args)
+
 
 class ModuleHook:
     """A hook that is not copied with its module: a deep copy or a pickle of the module is not attached."""
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-        self._uncompiled_call = uncompiled(call)
+        self._call = Uncompiled(call)
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():  # what Dynamo sees of a hook that lies in a graph
-            (self._uncompiled_call if compile_is_used() else self._call)(*args)
+            self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_do_nothing,)
@@ -44,20 +63,7 @@ def leave_hooks_uncompiled() -> None:
     skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
     if skip_code is not None:
         skip_code(ModuleHook.__call__.__code__)
-
-
-def uncompiled(function: Callable[..., _T]) -> Callable[..., _T]:
-    """``function``, called by compiled code or by what Dynamo gave up on, is left as it is, with all that it calls."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def compile_is_used() -> bool:
-    """Whether anything in this process was ever given to ``torch.compile``."""
-    # a loop, as it is asked at every call of a hook
-    for backend in tuple(getattr(torch._dynamo.eval_frame, "cached_backends", {0: True}).values()):
-        if backend is not None:  # None: torch.compiler.disable
-            return True
-    return False
+        skip_code(Uncompiled.__call__.__code__)
 
 
 def modules_above(name: str, root: nn.Module) -> tuple[nn.Module, ...]:

@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from ds_fgoffload import packing
 from ds_fgoffload.compiled import (
     ModuleHook,
-    compile_is_used,
+    Uncompiled,
+    is_compiled,
     is_compiled_away,
     leave_hooks_uncompiled,
     modules_above,
-    uncompiled,
 )
 from ds_fgoffload.messages import warn_here
 from ds_fgoffload.names import abbreviated
@@ -63,12 +63,10 @@ class ModuleHooks:
         self._recomputer = recomputer
         self._open_calls = OpenCalls(offloader)
         self._packing = packing.Packing(offloader, recomputer, self._open_calls)
-        self._pack: Callable[[torch.Tensor], object] = self._packing.pack
-        self._unpack = offloader.unpack if recomputer is None else self._packing.unpack
-        self._uncompiled_pack, self._uncompiled_unpack = uncompiled(self._pack), uncompiled(self._unpack)
-        self._keep = uncompiled(packing.keep)
-        self._kept = uncompiled(KeptTensor.tensor)
-        self._ours = (self._unpack, self._uncompiled_unpack)
+        self._pack = Uncompiled(self._packing.pack)
+        self._unpack = Uncompiled(offloader.unpack if recomputer is None else self._packing.unpack)
+        self._keep = Uncompiled(packing.keep)
+        self._kept = Uncompiled(KeptTensor.tensor)
         self._units = offloader.unit_stats
         self._only_recomputed: dict[str, None] = {}
         self._told_recomputed = False
@@ -110,11 +108,11 @@ class ModuleHooks:
 
     def _hook_landmarks(self, hooked: Mapping[str, nn.Module]) -> tuple[RemovableHandle, ...]:
         """Modules beside the units, and beside what those lie in: their calls are moments at which memory may leave."""
-        if compile_is_used():
-            return ()
         above = dict.fromkeys(module for modules in self._above.values() for module in modules)
         others = {*above, *hooked.values()}
-        beside = dict.fromkeys(child for module in above for child in module.children() if child not in others)
+        beside = dict.fromkeys(
+            child for module in above for child in module.children() if child not in others and not is_compiled(child)
+        )
         return tuple(
             module.register_forward_pre_hook(ModuleHook(partial(self._pass_by, number)))
             for number, module in enumerate(beside)
@@ -179,7 +177,7 @@ class ModuleHooks:
                     self._note_recompute(name)
             else:
                 scope = self._offloader.open_scope(name, module)
-                hooks = saved_tensors_hooks(*self._pack_and_unpack())
+                hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
         self._open_calls.append(OpenCall(module, scope, hooks))
 
@@ -187,12 +185,6 @@ class ModuleHooks:
         if self._root_has_returned and module is not self._root:  # a loss, whose backward begins in it
             self._watch(output)
         self._open_calls.close(module)
-
-    def _pack_and_unpack(self) -> tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]:
-        # Where nothing is ever compiled, the third part of the host's time per saved tensor is spared.
-        if compile_is_used():
-            return self._uncompiled_pack, self._uncompiled_unpack
-        return self._pack, self._unpack
 
     def _hook_recomputed(self, unit: RecomputedUnit) -> tuple[RemovableHandle, ...]:
         enter, leave = partial(self._enter_recomputed, unit), partial(self._leave_recomputed, unit)
@@ -208,7 +200,7 @@ class ModuleHooks:
             module._forward_pre_hooks.move_to_end(before.id)
             module._forward_hooks.move_to_end(after.id, last=False)
         recomputer.forward_began()
-        hooks = saved_tensors_hooks(*self._pack_and_unpack())
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._open_calls.append(OpenCall(self, None, hooks))
 
@@ -222,10 +214,9 @@ class ModuleHooks:
         opened = hooks = None
         if self._is_to_recompute():
             assert self._recomputer is not None
-            pack, unpack = self._pack_and_unpack()
-            opened = self._recomputer.open(unit, args, kwargs, self._packing.pack_argument, unpack)
+            opened = self._recomputer.open(unit, args, kwargs, self._packing.pack_argument, self._unpack)
             if opened is not None:
-                hooks = saved_tensors_hooks(pack, unpack)
+                hooks = saved_tensors_hooks(self._pack, self._unpack)
                 hooks.__enter__()
         self._open_calls.append(OpenCall(unit, None, hooks, opened))
 
@@ -242,7 +233,7 @@ class ModuleHooks:
     def _takes_what_is_saved(self) -> bool:
         """False where somebody else has put hooks around: a checkpoint counts what it sees, now and in backward."""
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
-        return packing.hooks_allowed() and (top is None or top[1] in self._ours)
+        return packing.hooks_allowed() and (top is None or top[1] is self._unpack)
 
     def _leave_recomputed(
         self, unit: RecomputedUnit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
