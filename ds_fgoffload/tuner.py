@@ -43,7 +43,7 @@ PLANS_AT_ONCE = 6
 MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
 QUIET_ROUNDS = 8
-"""Once a plan has proved right, the moments of one in so many rounds are marked: marks take the device some time."""
+"""Once a plan has proved right, or none does, the moments of one in so many rounds are marked: marks take time."""
 NEVER = sys.maxsize
 UNREAD_ROUNDS = 2
 """Rounds that are over and that nobody has looked at, because none of them came to a backward."""
@@ -92,7 +92,8 @@ class Tuner:
             self._cache_is_to_be_emptied = False
             self._recorder.empty_cache()
         self._begun += 1
-        self._recorder.takes_times = not self._settled or self._begun % QUIET_ROUNDS == 0
+        is_quiet = self._settled or self._plans > PLANS_AT_ONCE
+        self._recorder.takes_times = not is_quiet or self._begun % QUIET_ROUNDS == 0
         return None if self.forecast is None else self.forecast.points
 
     def end(self) -> None:
