@@ -178,8 +178,8 @@ class Attachment:
         return type(None), ()
 
     def _step_taken(self) -> None:
-        counts = self.counts(0)
-        self._adapter.monitor(self._log.step_taken(counts))
+        self._log.step_taken()
+        self._adapter.monitor(lambda: self._log.added(self.counts(0)))
         if self._log.report_is_due:
             self.print_report()
 

@@ -37,13 +37,16 @@ class StepLog:
         """Whether the step that was taken last is the one after which the report is printed."""
         return self._steps == self._report_after_steps > 0
 
-    def step_taken(self, counts: RankCounts) -> Mapping[str, float]:
-        """A step has ended with these counts: what it added, the state of the host pool, the plan.
+    def step_taken(self) -> None:
+        """A step has ended."""
+        self._steps += 1
+
+    def added(self, counts: RankCounts) -> Mapping[str, float]:
+        """What was added since the last call, now that these are the counts; the state of the host pool, the plan.
 
         Times are those of the rounds that the device was found to have passed since the step before, a round or two
         behind. On a device without streams there are none.
         """
-        self._steps += 1
         now = {name: float(getattr(counts.offload, name)) for name in (*_PER_STEP, *_TIMES_PER_STEP)}
         now["reads_waited_ms"] = sum(read.waited_ms for read in counts.offload.rounds.reads)
         added = {name: number - self._before.get(name, 0.0) for name, number in now.items()}

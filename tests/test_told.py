@@ -83,7 +83,7 @@ def test_monitors_get_the_times_of_each_step() -> None:
     for _ in range(12):
         waited_ms = training.streams.waited_ms
         training.step()
-        numbers = log.step_taken(counts(training))
+        numbers = log.added(counts(training))
         told_ms += numbers.get("stalled_ms", 0.0)
     assert told_ms == pytest.approx(waited_ms)  # one round behind
     assert numbers["out_gb_s"] == numbers["in_gb_s"] == pytest.approx(LINK / 1e6)
@@ -99,6 +99,6 @@ def test_where_nothing_is_timed_nothing_of_it_is_told() -> None:
     log = StepLog(0)
     for _ in range(3):
         training.step()
-        numbers = log.step_taken(counts(training))
+        numbers = log.added(counts(training))
     assert not any(word in name for name in numbers for word in ("_ms", "gb_s", "planned"))
     assert remarks(training, "GB/s") == remarks(training, "planned") == remarks(training, "was read") == []

@@ -43,8 +43,8 @@ class Adapter(Protocol):
     def after_step(self, stepped: Callable[[], None]) -> None:
         """``stepped`` is to be called on every rank when an optimizer step was taken, if such steps are seen here."""
 
-    def monitor(self, numbers: Mapping[str, float]) -> None:
-        """The numbers are to be written to DeepSpeed's monitors (TensorBoard, wandb, csv), as far as there are any."""
+    def monitor(self, numbers: Callable[[], Mapping[str, float]]) -> None:
+        """``numbers()`` is to be written to DeepSpeed's monitors (TensorBoard, wandb, csv), if there are any."""
 
     def release(self) -> None:
         """Undoes all of the above."""

@@ -35,7 +35,7 @@ class PlainAdapter:
     def after_step(self, stepped: Callable[[], None]) -> None:
         pass  # the steps of a loop of the user's own are not seen
 
-    def monitor(self, numbers: Mapping[str, float]) -> None:
+    def monitor(self, numbers: Callable[[], Mapping[str, float]]) -> None:
         pass
 
     def release(self) -> None:

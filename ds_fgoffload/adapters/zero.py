@@ -72,11 +72,11 @@ class ZeroAdapter:
 
         engine._take_model_step = take_step_and_tell
 
-    def monitor(self, numbers: Mapping[str, float]) -> None:
+    def monitor(self, numbers: Callable[[], Mapping[str, float]]) -> None:
         monitor = getattr(self._engine, "monitor", None)
         if monitor is not None and monitor.enabled and self._engine.global_rank == 0:
             samples = self._engine.global_samples
-            monitor.write_events([(f"Train/{SECTION}/{name}", number, samples) for name, number in numbers.items()])
+            monitor.write_events([(f"Train/{SECTION}/{name}", number, samples) for name, number in numbers().items()])
 
     def release(self) -> None:
         self._engine.__dict__.pop("destroy", None)
