@@ -44,6 +44,8 @@ MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
 QUIET_ROUNDS = 8
 """Once a plan has proved right, or none does, the moments of one in so many rounds are marked: marks take time."""
+WORTH_IT = 0.03
+"""A plan that has proved right gives way to one that lowers the peak by so much more of what is saved."""
 NEVER = sys.maxsize
 UNREAD_ROUNDS = 2
 """Rounds that are over and that nobody has looked at, because none of them came to a backward."""
@@ -65,6 +67,8 @@ class Tuner:
         self._recorder.measure(measure=wish is not None and not wish.everything)
         self._known: deque[Recorded] = deque(maxlen=KNOWN_ROUNDS)
         self._last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
+        self._with_memory: Recorded | None = None
+        self._proved_rounds = 0
         self._held: set[Place] = set()
         self._took_ms = 0.0
         self._guessed = False
@@ -76,7 +80,8 @@ class Tuner:
         self._plans = 0
         self._not_before = 0
         self._look_again_at = NEVER
-        self._cache_emptied = self._cache_is_to_be_emptied = False
+        self._emptied_for: Points | None = None
+        self._cache_is_to_be_emptied = False
         self.forecast: Forecast | None = None
         """What the present plan is expected to do; None: there is none yet."""
 
@@ -113,9 +118,12 @@ class Tuner:
             self._known.clear()
             self._last.clear()
             self._held.clear()
+            self._with_memory = None
         self._held |= recorded.recording.held
         self._known.append(recorded)
         self._last.append(recorded)
+        if recorded.with_memory:
+            self._with_memory = recorded
         if self._rounds > MEASURED_ROUNDS:
             self._recorder.measure(measure=False)
         if len(self._last) < LAST_ROUNDS:
@@ -124,6 +132,7 @@ class Tuner:
         self._settled = fits and self._rounds > MEASURED_ROUNDS and self._look_again_at == NEVER
         if fits:
             self._empty_cache_once(recorded)
+            self._improve(self._wish)
         elif self._rounds >= self._not_before:
             self._plan(self._wish)
 
@@ -149,32 +158,51 @@ class Tuner:
         return points.within_window or not waits  # what a window costs, no plan can help
 
     def _plan(self, wish: Wish) -> None:
-        with_memory = [recorded for recorded in self._known if recorded.with_memory or wish.everything]
-        if not with_memory:
+        """Makes a plan, because the last is not right for the rounds that are known."""
+        if self._with_memory is None and not wish.everything:
             self._recorder.measure(measure=True)
             return
         if self._too_bold:
             self._caution = min(MOST_CAUTION, self._caution * MORE_CAUTION)
             self._too_bold = False
-        base = with_memory[-1]
-        recording = fastest(base.recording, self._undistorted(), rates_of=[known.recording for known in self._known])
-        # What is held is seen only in rounds in which it is to leave.
-        recording = replace(recording, held=frozenset(self._held))
-        if not wish.everything:
-            room_bytes = int(ROOM * self._recorder.total_bytes()) - base.peak_between_bytes
-            wish = replace(wish, room_bytes=room_bytes)
-        self.forecast = plan_round(recording, wish, caution=self._caution)
-        planned = self._recorder.rounds.planned = _planned(self.forecast, recording)
-        self._guessed = base.recording.guessed
-        self._took_ms = _took_ms(self._last)
-        self._last.clear()
-        self._settled = False
+        self._go_by(*self._made(wish))
         if self._rounds >= self._look_again_at:
             self._look_again_at = NEVER
         self._plans += 1
         self._not_before = self._rounds + (
             2 ** min(self._plans - PLANS_AT_ONCE, 10) if self._plans > PLANS_AT_ONCE else 0
         )
+
+    def _improve(self, wish: Wish) -> None:
+        """The plan has proved right; now and then a bolder one is made, should the link have been disturbed before."""
+        assert self.forecast is not None
+        self._proved_rounds += 1
+        if not self._settled or self._with_memory is None or self._proved_rounds % KNOWN_ROUNDS:
+            return
+        forecast, recording = self._made(wish)
+        saved_bytes = sum(passed.size_bytes for passed in recording.passed)
+        if forecast.freed_bytes > self.forecast.freed_bytes + WORTH_IT * saved_bytes:
+            self._go_by(forecast, recording)
+
+    def _made(self, wish: Wish) -> tuple[Forecast, Recording]:
+        """A plan for the shortest of the stretches that are known, and what it was made from."""
+        base = self._known[-1] if self._with_memory is None else self._with_memory
+        recording = fastest(base.recording, self._undistorted(), rates_of=[known.recording for known in self._known])
+        # What is held is seen only in rounds in which it is to leave.
+        recording = replace(recording, held=frozenset(self._held))
+        if not wish.everything:
+            room_bytes = int(ROOM * self._recorder.total_bytes()) - base.peak_between_bytes
+            wish = replace(wish, room_bytes=room_bytes)
+        return plan_round(recording, wish, caution=self._caution), recording
+
+    def _go_by(self, forecast: Forecast, recording: Recording) -> None:
+        self.forecast = forecast
+        planned = self._recorder.rounds.planned = _planned(forecast, recording)
+        self._guessed = recording.guessed
+        self._took_ms = _took_ms(self._last)
+        self._last.clear()
+        self._settled = False
+        self._proved_rounds = 0
         logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_told(planned)}")
 
     def _undistorted(self) -> list[Recording]:
@@ -186,8 +214,9 @@ class Tuner:
 
     def _empty_cache_once(self, recorded: Recorded) -> None:
         """Of what rounds before the plan have left in the allocator's cache, in sizes of their own."""
-        if not self._cache_emptied and self.forecast is not None and recorded.points is self.forecast.points:
-            self._cache_emptied = self._cache_is_to_be_emptied = True
+        if self.forecast is not None and self.forecast.points is recorded.points is not self._emptied_for:
+            self._emptied_for = recorded.points
+            self._cache_is_to_be_emptied = True
 
 
 def _took_ms(rounds: Iterable[Recorded]) -> float:

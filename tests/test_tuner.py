@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_fgoffload import tuner as tuner_module
 from ds_fgoffload.plan import Action, Plan
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.tuner import Tuner
@@ -157,10 +158,34 @@ def test_another_structure_is_planned_anew():
     assert training.steady(0).offloaded_bytes < 6 * LAYER_BYTES
 
 
-def test_the_cache_is_emptied_once_when_the_plan_has_taken_effect():
-    training = Training(wish=FREE)
+def test_the_cache_is_emptied_once_when_a_plan_has_taken_effect():
+    training = Training(wish=FREE, link_bytes_per_ms=5000)
     training.steady(30)
     assert training.streams.emptied == 1
+    for layer in training.model:
+        layer.ms /= 4
+    training.steady(40)
+    assert training.streams.emptied > 1
+
+
+def test_a_link_that_was_disturbed_at_first_carries_more_in_the_end():
+    undisturbed = Training(wish=FREE, link_bytes_per_ms=5000).steady()
+    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    disturbed = training.steady(20)
+    assert disturbed.peak_bytes > undisturbed.peak_bytes
+    training.streams.link_bytes_per_ms = 5000
+    found = training.steady(2 * 12 * 8)
+    assert (found.peak_bytes, found.waited_ms, found.late_reloads) == (undisturbed.peak_bytes, 0, 0)
+
+
+def test_a_plan_that_could_be_little_better_stays(monkeypatch):
+    monkeypatch.setattr(tuner_module, "WORTH_IT", 0.5)  # layers are too large here for less
+    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    training.steady(20)
+    forecast = training.offloader._tuner.forecast
+    training.streams.link_bytes_per_ms = 5000
+    training.steady(2 * 12 * 8)
+    assert training.offloader._tuner.forecast is forecast
 
 
 def test_waits_are_counted_by_unit():
