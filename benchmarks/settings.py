@@ -25,7 +25,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours almost free": {},
     "ours everything": {"policy": "all"},
     "ours at most 5%": {"max_overhead": 0.05},
-    "ours at most 1%": {"max_overhead": 0.01},
+    "ours 4 GiB": {"target_saved_bytes": "4GiB"},
 }
 """Sections of ours by the mode's name; ``modules`` are SELECTED unless a section has its own."""
 
