@@ -119,7 +119,7 @@ class ModuleHooks:
         )
 
     def _pass_by(self, number: int, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._runs_again() and not packing.in_backward():
+        if packing.may_save() and not self._runs_again():
             self._offloader.pass_by(number)
 
     def _unhook_compiled(self) -> None:
@@ -152,7 +152,7 @@ class ModuleHooks:
         if any(module._compiled_call_impl is not None for module in self._compilable):
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
-        if torch.is_grad_enabled() and not packing.in_backward():
+        if packing.may_save():
             self._offloader.begin_micro_batch()
             if self._recomputer is not None and self._recomputer.is_needed and self._takes_what_is_saved():
                 self._enter_root(self._recomputer)
@@ -162,7 +162,7 @@ class ModuleHooks:
         self._watch(output)
 
     def _watch(self, output: object) -> None:
-        if torch.is_grad_enabled() and not packing.in_backward():
+        if packing.may_save():
             self._offloader.watch_backward(output)
 
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:

@@ -61,6 +61,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def may_save() -> bool:
+    """Whether what runs now in this thread may save tensors for a later backward, and autograd tells of them."""
+    return torch.is_grad_enabled() and hooks_allowed() and not in_backward()
+
+
 def hooks_allowed() -> bool:
     """Whether autograd takes saved-tensor hooks now."""
     # torch.func transforms forbid saved-tensor hooks while they run

@@ -52,8 +52,8 @@ class OpenedCall:
             objection = "its forward changes an argument in place"
         if objection is None and self.traces is not None:
             objection = self.traces.found()
-        if objection is None and self.call.has_changed_saves():
-            objection = "its forward changes in place what it has saved"
+        if objection is None:
+            objection = self.call.objection()
         if objection is None and self.unit.state() != self.call.state:
             objection = "its forward changes a parameter or buffer in place"
         return objection

@@ -19,7 +19,7 @@ from ds_fgoffload.conditions import Conditions
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import drop_memory
-from ds_fgoffload.purity import is_parameter, signature, storage_identity
+from ds_fgoffload.purity import is_parameter, is_plain, objection_to, signature, storage_identity
 from ds_fgoffload.saved import KeptTensor, SavedStorage, changed_in_place
 from ds_fgoffload.stats import shown
 from ds_fgoffload.streams import Streams
@@ -126,7 +126,7 @@ class RecomputedCall:
         depth: how many calls have to be made again before this one, each of which gives an argument of the next.
     """
 
-    __slots__ = ("__weakref__", "_layouts", "_leaves", "_outputs_count", "_promises", "_runner", "_saves",
+    __slots__ = ("__weakref__", "_layouts", "_leaves", "_objection", "_outputs_count", "_promises", "_runner", "_saves",
                  "_settled_saves", "_state", "_stream", "_structure", "conditions", "depth", "outputs")  # fmt: skip
 
     def __init__(
@@ -140,6 +140,7 @@ class RecomputedCall:
         self._state = runner.state()
         self._stream = runner.streams.compute()
         self._saves: list[Remade] | None = []
+        self._objection: str | None = None
         self._settled_saves: tuple[weakref.ref[Remade], ...] = ()
         self._layouts: tuple[Layout, ...] = ()
         self._promises: tuple[weakref.ref[Remade], ...] = ()
@@ -162,14 +163,19 @@ class RecomputedCall:
         # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
         if is_parameter(tensor) or torch._C._current_graph_task_id() != -1:
             return kept
+        if not is_plain(tensor):
+            self._objection = objection_to([tensor], "it saves")
+            return kept
         remade = Remade(self, Layout.of(tensor), None, kept)
         assert self._saves is not None
         self._saves.append(remade)
         return remade
 
-    def has_changed_saves(self) -> bool:
-        """Whether the forward has changed in place what it had saved; then backward raises, as it would without us."""
-        return any(remade.held is not None and remade.held.is_changed for remade in self._saves or ())
+    def objection(self) -> str | None:
+        """Why what the forward has saved cannot be made again, before :meth:`settle`; None: nothing speaks against."""
+        if self._objection is None and any(r.held is not None and r.held.is_changed for r in self._saves or ()):
+            return "its forward changes in place what it has saved"  # then backward raises, as it would without us
+        return self._objection
 
     def saved(self) -> list[torch.Tensor]:
         """What the unit has saved, before :meth:`settle`."""

@@ -694,6 +694,22 @@ def test_functional_gradients_inside_a_unit_are_refused_by_torch_and_fine_beside
     compare_steps_after(model, plain, attachment)
 
 
+def test_functional_gradients_of_the_whole_model_are_left_alone(section):
+    model = nn.Sequential(mlp(), nn.LayerNorm(WIDTH), mlp())
+    plain, x = deepcopy(model), rows()
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def gradients():
+        run = torch.func.functional_call
+        return list(torch.func.grad(lambda values: run(model, values, (x,)).sum())(parameters).values())
+
+    expected = gradients()
+    attachment = attached(model, section, recompute=["1"])
+    assert_same(gradients(), expected)
+    assert attachment.stats().offloaded_bytes == 0
+    compare_steps_after(model, plain, attachment)
+
+
 # Where the bytes go.
 
 

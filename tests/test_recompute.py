@@ -875,6 +875,10 @@ def _draw(m, x):
     return x * torch.rand(x.shape, generator=m.generator)
 
 
+def _times_conjugate(z):
+    return (z * z.conj()).real.clone()
+
+
 def _change_weight(m, x):
     with torch.no_grad():
         m.weight.mul_(1)
@@ -891,6 +895,10 @@ REFUSED = {
     "it fails when it is run again: ValueError: once": _fail,
     "it does not save the same tensors when it is run again with the same arguments ": _draw,
     "it returns a object, of which it cannot be told whether it changes": lambda m, x: (x.tanh(), object()),
+    "it saves a Tensor that is not a plain strided tensor": lambda m, x: _times_conjugate(torch.fft.fft(x)),
+    "it saves a Tensor that is not a plain strided tensor ": lambda m, x: torch.sparse.mm(
+        torch.eye(len(x)).to_sparse(), x
+    ),
     "it returns a Tensor that is not a plain strided tensor": lambda m, x: (x.tanh(), x.detach().to_sparse()),
 }
 
