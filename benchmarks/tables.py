@@ -195,7 +195,7 @@ def two_gpus(figures: dict[str, Any]) -> list[str]:
         for name, mode in modes.items():
             moved, stalled = moved_and_stalled(mode, mode.get("per_step", {}).get("offloaded_bytes"))
             lines.append(
-                f"| {rank} | {name} | {mode['max_reserved_gib']:.1f} | {mode['freed_share'] or 0:.1%} | {spread(mode)} | {mode['added_time']:+.1%} | {moved} | {stalled} |"
+                f"| {rank} | {name} | {mode['max_reserved_gib']:.1f} | {mode['freed_share'] or 0:.1%} | {spread(mode)} | {added(mode)} | {moved} | {stalled} |"
             )
     equal = all(mode["losses_equal"] for modes in figures["ranks"] for mode in modes.values())
     return [*lines, "", f"Losses are equal: {'yes' if equal else 'NO'}."]

@@ -222,7 +222,7 @@ class ModuleHooks:
 
     def _is_to_recompute(self) -> bool:
         """Not inside another such unit, nor where somebody else, such as a checkpoint, takes what is saved."""
-        if not torch.is_grad_enabled() or packing.in_backward() or self._runs_again():
+        if not packing.may_save() or self._runs_again():
             return False
         return not self._open_calls.is_recomputed() and self._takes_what_is_saved()
 
@@ -233,7 +233,7 @@ class ModuleHooks:
     def _takes_what_is_saved(self) -> bool:
         """False where somebody else has put hooks around: a checkpoint counts what it sees, now and in backward."""
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
-        return packing.hooks_allowed() and (top is None or top[1] is self._unpack)
+        return top is None or top[1] is self._unpack
 
     def _leave_recomputed(
         self, unit: RecomputedUnit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object

@@ -31,11 +31,11 @@ class Packing:
     def pack(self, tensor: torch.Tensor) -> object:
         """Autograd saves ``tensor``; what is returned is what it holds."""
         call = self._open_calls.saving()
-        if call is not None and call.recomputed is not None:
-            return call.recomputed.call.pack(tensor)
         # A backward that is run inside a forward saves tensors of its own, for its own use.
         if call is None or in_backward():
             return KeptTensor(tensor)
+        if call.recomputed is not None:
+            return call.recomputed.call.pack(tensor)
         promise = None if self._recomputer is None else self._recomputer.promise(tensor)
         if promise is not None:
             return promise

@@ -35,8 +35,6 @@ class Forecast(NamedTuple):
     points: Points
     peak_bytes: int
     """Highest memory at a moment of the round; without offloading it is the recording's."""
-    freed_bytes: int
-    """By how much that is less than without."""
     stalled_ms: float
     copied_bytes: int
 
@@ -87,5 +85,4 @@ def plan_round(recording: Recording, wish: Wish, *, caution: float = 1.0) -> For
 
 def _forecast(the_round: Round, outcome: Outcome, *, kept: Collection[Place], within_window: bool) -> Forecast:
     points = Points(the_round.positions, outcome.release, outcome.reload, frozenset(kept), within_window)
-    freed_bytes = max((passed.memory_bytes for passed in the_round.passed), default=0) - outcome.peak_bytes
-    return Forecast(points, outcome.peak_bytes, freed_bytes, outcome.stalled_ms, outcome.copied_bytes)
+    return Forecast(points, outcome.peak_bytes, outcome.stalled_ms, outcome.copied_bytes)

@@ -30,7 +30,7 @@ _MAP_NORESERVE = 0x4000
 _TOUCHED_BY_ONE_BYTES = 8 << 20
 _MOST_TOUCHING_THREADS = 32
 
-_libc = ctypes.CDLL(None, use_errno=True)  # calls into it let other Python threads run
+_libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -167,7 +167,7 @@ def touch(address: int, size_bytes: int) -> None:
 
 def _touch(address: int, size_bytes: int, near: frozenset[int]) -> None:
     with _on_processors(near):  # pages come from the memory next to the processor that touches them first
-        ctypes.memset(address, 0, size_bytes)
+        ctypes.memset(address, 0, size_bytes)  # other Python threads run meanwhile
 
 
 @contextlib.contextmanager

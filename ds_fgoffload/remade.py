@@ -160,8 +160,7 @@ class RecomputedCall:
     def pack(self, tensor: torch.Tensor) -> Remade | KeptTensor:
         """The unit saves ``tensor``. It is kept until :meth:`settle`."""
         kept = KeptTensor(tensor)
-        # A backward that is run inside the unit's forward saves tensors of its own, for its own use.
-        if is_parameter(tensor) or torch._C._current_graph_task_id() != -1:
+        if is_parameter(tensor):
             return kept
         if not is_plain(tensor):
             self._objection = objection_to([tensor], "it saves")
@@ -281,5 +280,5 @@ class RecomputedCall:
                 promise.held = KeptTensor(tensor)
                 filled.append(tensor)
         self._promises = tuple([reference for reference in self._promises if reference() is not None])
-        given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        return [tensor for tensor in filled if tensor.untyped_storage()._cdata not in given]
+        given = {storage_identity(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return [tensor for tensor in filled if storage_identity(tensor) not in given]

@@ -95,6 +95,13 @@ class Planned:
     peak_without_bytes: int | None = None
     """The same without offloading."""
 
+    @property
+    def freed_bytes(self) -> int | None:
+        """By how much the peak falls; None: memory was not asked for."""
+        if self.peak_bytes is None or self.peak_without_bytes is None:
+            return None
+        return self.peak_without_bytes - self.peak_bytes
+
 
 @dataclass
 class ReadDelay:

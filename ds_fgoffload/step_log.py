@@ -71,6 +71,6 @@ def _times(added: Mapping[str, float], offload: OffloadStats) -> dict[str, float
     planned = offload.rounds.planned
     if planned is not None:
         times |= {"planned_copied_bytes": float(planned.copied_bytes), "planned_stalled_ms": planned.stalled_ms}
-        if planned.peak_bytes is not None and planned.peak_without_bytes is not None:
-            times["planned_peak_saved_bytes"] = float(planned.peak_without_bytes - planned.peak_bytes)
+        if planned.freed_bytes is not None:
+            times["planned_peak_saved_bytes"] = float(planned.freed_bytes)
     return times

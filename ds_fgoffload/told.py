@@ -20,9 +20,8 @@ def sentences(rounds: RoundStats) -> list[str]:
 def plan_told(planned: Planned) -> str:
     """One sentence."""
     peak = ""
-    if planned.peak_bytes is not None and planned.peak_without_bytes is not None:
-        falls_bytes = planned.peak_without_bytes - planned.peak_bytes
-        peak = f", the peak falls by {human(falls_bytes)} to {human(planned.peak_bytes)}"
+    if planned.peak_bytes is not None and planned.freed_bytes is not None:
+        peak = f", the peak falls by {human(planned.freed_bytes)} to {human(planned.peak_bytes)}"
     return (
         f"planned: {human(planned.copied_bytes)} of {human(planned.saved_bytes)} a round are copied{peak}, "
         f"compute waits {planned.stalled_ms:.1f} of {planned.length_ms:.1f} ms"

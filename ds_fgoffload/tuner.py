@@ -175,13 +175,13 @@ class Tuner:
 
     def _improve(self, wish: Wish) -> None:
         """The plan has proved right; now and then a bolder one is made, should the link have been disturbed before."""
-        assert self.forecast is not None
         self._proved_rounds += 1
         if not self._settled or self._with_memory is None or self._proved_rounds % KNOWN_ROUNDS:
             return
         forecast, recording = self._made(wish)
-        saved_bytes = sum(passed.size_bytes for passed in recording.passed)
-        if forecast.freed_bytes > self.forecast.freed_bytes + WORTH_IT * saved_bytes:
+        now, then = self._recorder.rounds.planned, _planned(forecast, recording)
+        assert now is not None
+        if (then.freed_bytes or 0) > (now.freed_bytes or 0) + WORTH_IT * then.saved_bytes:
             self._go_by(forecast, recording)
 
     def _made(self, wish: Wish) -> tuple[Forecast, Recording]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +23,7 @@ from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.inventory import Inventory, StorageRecord
 from ds_fgoffload.saved import KeptTensor
 from ds_fgoffload.streams import Streams
+from ds_fgoffload.weak_storage import WeakStorage
 
 
 class Watcher:
@@ -167,13 +167,12 @@ class _Seen:
     """A storage in the micro-batch that is running."""
 
     def __init__(self, tensor: torch.Tensor, record: StorageRecord) -> None:
-        # The weak reference keeps the address of the storage's record from being given to another storage.
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._storage = WeakStorage(tensor)
         self.record = record
         self.kept: list[weakref.ref[_Recorded]] = []
 
     def alive(self) -> bool:
-        return not self._storage.expired()  # type: ignore[no-untyped-call]
+        return not self._storage.is_gone()
 
     def look_who_holds_it(self) -> None:
         ours = [kept for ref in self.kept if (kept := ref()) is not None]

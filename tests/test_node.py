@@ -70,6 +70,7 @@ def train(path, seed, seconds):
                 live.pop().give_back()
             pool.trim()
     assert refused
+    assert user.account.leases
     for lease in live:
         lease.give_back()
     user.leave()
