@@ -102,11 +102,11 @@ class Round:
             elif moment.kind is Kind.NEEDED:
                 self.needed.setdefault(moment.place, position)
         self.candidates: AbstractSet[Place] = {place for place in self.needed if place in self.saved}
+        self.sizes_bytes = {place: self.passed[position].size_bytes for place, position in self.saved.items()}
+        self.saved_at = {self.saved[place]: place for place in self.candidates}
+        self._last_needed_first = sorted(self.candidates, key=self.needed.__getitem__, reverse=True)
         self.reads = [position for position, passed in enumerate(self.passed) if passed.read_at_ms is not None]
         self.reads_ms = [passed.read_at_ms for passed in self.passed if passed.read_at_ms is not None]
-
-    def size_bytes(self, place: Place) -> int:
-        return self.passed[self.saved[place]].size_bytes
 
     def ranked(self, places: AbstractSet[Place]) -> list[Place]:
         """What could be away for longest comes first; a site's places in all micro-batches are next to each other."""
@@ -157,7 +157,7 @@ class Round:
         """The lowest limit that costs no more than ``allowed_ms``, at most ``free_bytes``, which costs nothing."""
         if not allowed_ms:
             return free_bytes
-        low = max(0, free_bytes - sum(self.size_bytes(place) for place in chosen))
+        low = max(0, free_bytes - sum(self.sizes_bytes[place] for place in chosen))
         high = free_bytes
         for _ in range(SEARCH_STEPS):
             middle = (low + high) // 2
@@ -200,9 +200,11 @@ class Round:
         """The last position from which each place's copy back, followed by all those needed after it, is in time."""
         positions = {}
         begin_ms = float("inf")
-        for place in sorted(chosen, key=self.needed.__getitem__, reverse=True):
+        for place in self._last_needed_first:
+            if place not in chosen:
+                continue
             end_ms = min(begin_ms, self.times_ms[self.needed[place]] - self.spare_ms)
-            begin_ms = end_ms - self.size_bytes(place) / self.h2d_bytes_per_ms
+            begin_ms = end_ms - self.sizes_bytes[place] / self.h2d_bytes_per_ms
             positions[place] = max(0, bisect_right(self.times_ms, begin_ms) - 1)
         return positions
 
@@ -227,18 +229,23 @@ class _Simulation:
         self._waited_ms = 0.0
 
     def run(self) -> Outcome:
-        for position, passed in enumerate(self._round.passed):
-            if passed.read_at_ms is not None:
-                self._now_ms = passed.read_at_ms
+        peak_bytes = 0
+        for position, (_, at_ms, _, recorded_bytes, read_at_ms) in enumerate(self._round.passed):
+            if read_at_ms is not None:
+                self._now_ms = read_at_ms
                 self._wait_until(self._d2h_end_ms)
-            self._now_ms = passed.at_ms
-            memory_bytes = passed.memory_bytes - self._away_bytes
-            self._outcome.peak_bytes = max(self._outcome.peak_bytes, memory_bytes)
-            self._come_back(position)
-            place = passed.moment.place
-            if place in self._chosen and self._round.saved[place] == position:
+            self._now_ms = at_ms
+            memory_bytes = recorded_bytes - self._away_bytes
+            if memory_bytes > peak_bytes:  # not max(): this is done some hundred thousand times for a plan
+                peak_bytes = memory_bytes
+            if position in self._coming_back:
+                self._come_back(position)
+            place = self._round.saved_at.get(position)
+            if place is not None and place in self._chosen:
                 self._copy(place, position)
-            self._leave(position)
+            if self._leaving and (self._limit_bytes is not None or self._first_is_over()):
+                self._leave(position)
+        self._outcome.peak_bytes = peak_bytes
         self._outcome.stalled_ms = self._waited_ms
         return self._outcome
 
@@ -246,14 +253,14 @@ class _Simulation:
         self._waited_ms += max(0.0, then_ms - self._waited_ms - self._now_ms)
 
     def _come_back(self, position: int) -> None:
-        for place in self._coming_back.get(position, ()):
+        for place in self._coming_back[position]:
             if place in self._away:
                 self._away.remove(place)
-                self._away_bytes -= self._round.size_bytes(place)
+                self._away_bytes -= self._round.sizes_bytes[place]
                 self._outcome.absences[place] = Absence(self._outcome.release[place], position)
 
     def _copy(self, place: Place, position: int) -> None:
-        size_bytes = self._round.size_bytes(place)
+        size_bytes = self._round.sizes_bytes[place]
         begin_ms = max(self._d2h_end_ms, self._now_ms + self._waited_ms)
         end_ms = begin_ms + size_bytes / self._round.d2h_bytes_per_ms
         if self._choosy and not self._is_over_in_time(place, position, end_ms - self._waited_ms):
@@ -271,14 +278,16 @@ class _Simulation:
         free = position + 1 if self._limit_bytes is not None else bisect_left(self._round.times_ms, free_ms)
         return free < self._outcome.reload[place]
 
+    def _first_is_over(self) -> bool:
+        return self._leaving[0][1] + self._round.spare_ms <= self._now_ms + self._waited_ms
+
     def _leave(self, position: int) -> None:
         passed = self._round.passed
         next_bytes = passed[position + 1].memory_bytes if position + 1 < len(passed) else 0
         while self._leaving:
             place, end_ms = self._leaving[0]
-            is_over = end_ms + self._round.spare_ms <= self._now_ms + self._waited_ms
             presses = self._limit_bytes is not None and next_bytes - self._away_bytes > self._limit_bytes
-            if not is_over and not presses:
+            if not presses and not self._first_is_over():
                 return
             self._leaving.popleft()
             if self._outcome.reload[place] <= position:
@@ -286,4 +295,4 @@ class _Simulation:
             self._wait_until(end_ms)
             self._outcome.release[place] = position
             self._away.add(place)
-            self._away_bytes += self._round.size_bytes(place)
+            self._away_bytes += self._round.sizes_bytes[place]

@@ -31,7 +31,7 @@ DISTORTED = 0.1
 """A round in which compute waited for a larger part of the time says little of how long its stretches are: meanwhile
 other things went on for which it would have waited otherwise, such as what the next stage of a pipeline does."""
 FITS = 0.05
-"""Rounds fit a plan if they take as long as those for which it was made, but for this part."""
+"""Rounds take as long as those for which a plan was made, but for this part."""
 BEARABLE_STALL = 0.002
 """Time that compute may wait unforeseen, as a fraction of the round."""
 FIRST_CAUTION = 1.01
@@ -43,7 +43,8 @@ PLANS_AT_ONCE = 6
 MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
 QUIET_ROUNDS = 8
-"""Once a plan has proved right, or none does, the moments of one in so many rounds are marked: marks take time."""
+"""Once a plan has proved right, or none does, or nothing is copied, the moments of one in so many rounds are marked:
+marks take time."""
 WORTH_IT = 0.03
 """A plan that has proved right gives way to one that lowers the peak by so much more of what is saved."""
 NEVER = sys.maxsize
@@ -97,7 +98,8 @@ class Tuner:
             self._cache_is_to_be_emptied = False
             self._recorder.empty_cache()
         self._begun += 1
-        is_quiet = self._settled or self._plans > PLANS_AT_ONCE
+        copies_nothing = self._rounds > MEASURED_ROUNDS and not self._known
+        is_quiet = self._settled or copies_nothing or self._plans > PLANS_AT_ONCE
         self._recorder.takes_times = not is_quiet or self._begun % QUIET_ROUNDS == 0
         return None if self.forecast is None else self.forecast.points
 
@@ -112,6 +114,8 @@ class Tuner:
 
     def _consider(self, recorded: Recorded) -> None:
         self._rounds += 1
+        if self._rounds > MEASURED_ROUNDS:
+            self._recorder.measure(measure=False)
         if self._wish is None or self._rounds == 1 or not recorded.recording.d2h_bytes_per_ms:
             return
         if self._known and not recorded.recording.is_like(self._known[-1].recording):
@@ -124,8 +128,6 @@ class Tuner:
         self._last.append(recorded)
         if recorded.with_memory:
             self._with_memory = recorded
-        if self._rounds > MEASURED_ROUNDS:
-            self._recorder.measure(measure=False)
         if len(self._last) < LAST_ROUNDS:
             return
         fits = self.forecast is not None and self._fits(self.forecast)
@@ -147,15 +149,19 @@ class Tuner:
         if self._guessed and not any(recording.guessed for recording in recordings):
             self._known = deque(self._last, KNOWN_ROUNDS)
             return False
-        took_ms = _took_ms(self._last)
-        if took_ms > (1 + FITS) * self._took_ms:
-            self._look_again_at = self._rounds + KNOWN_ROUNDS  # then those that were faster are forgotten
-        if abs(took_ms - self._took_ms) > FITS * self._took_ms or self._rounds >= self._look_again_at:
+        # All of them: one alone may be long for want of memory in the cache, or when Python collects its garbage.
+        are_slower = min(map(_length_ms, self._last)) > (1 + FITS) * self._took_ms
+        if are_slower and self._rounds >= self._look_again_at:
             return False
+        if not are_slower:
+            self._look_again_at = NEVER
+        elif self._look_again_at == NEVER:
+            self._look_again_at = self._rounds + KNOWN_ROUNDS  # then those that were faster are forgotten
         stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
         waits = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * self._took_ms
-        self._too_bold = waits and not any(recording.guessed for recording in recordings)
-        return points.within_window or not waits  # what a window costs, no plan can help
+        as_long = abs(_took_ms(self._last) - self._took_ms) <= FITS * self._took_ms
+        self._too_bold = waits and as_long and not any(recording.guessed for recording in recordings)
+        return not waits or (points.within_window and as_long)  # what a window costs, no plan can help
 
     def _plan(self, wish: Wish) -> None:
         """Makes a plan, because the last is not right for the rounds that are known."""
@@ -219,9 +225,14 @@ class Tuner:
             self._cache_is_to_be_emptied = True
 
 
+def _length_ms(recorded: Recorded) -> float:
+    """Of the round, with what compute waited."""
+    return recorded.recording.length_ms + recorded.recording.stalled_ms
+
+
 def _took_ms(rounds: Iterable[Recorded]) -> float:
-    """Of the rounds, the middling one's time with what compute waited."""
-    return max(1e-3, statistics.median(one.recording.length_ms + one.recording.stalled_ms for one in rounds))
+    """Of the rounds, the middling one's time."""
+    return max(1e-3, statistics.median(map(_length_ms, rounds)))
 
 
 def _planned(forecast: Forecast, recording: Recording) -> Planned:

@@ -150,6 +150,21 @@ def test_layers_that_become_slower_leave_the_link_more_time_in_the_end():
     assert after.peak_bytes < before.peak_bytes
 
 
+@pytest.mark.parametrize(
+    "lengths_ms", [(1.0, 1.1, 1.1), (0.9, 0.9, 0.9)], ids=["longer now and then", "shorter, but long enough"]
+)
+def test_rounds_of_other_lengths_that_wait_for_nothing_change_no_plan(lengths_ms):
+    training = Training(wish=FREE, link_bytes_per_ms=20000)
+    training.steady(20)
+    forecast = training.offloader._tuner.forecast
+    for number in range(24):
+        for layer in training.model:
+            layer.ms = lengths_ms[number % 3]
+        training.step()
+    assert training.offloader._tuner.forecast is forecast
+    assert training.streams.emptied == 1
+
+
 def test_another_structure_is_planned_anew():
     training = Training(wish=FREE, link_bytes_per_ms=20000)
     training.steady()
@@ -220,6 +235,18 @@ def test_a_plan_that_has_proved_right_is_looked_at_now_and_then():
     assert max(marks) >= min(marks) + 8 * 3  # of each layer: its call, its save, its end
     # The rounds in which no moment is marked tell of their waits all the same, one round later.
     assert training.offloader.stats().stalled_ms - told_ms == pytest.approx(training.streams.waited_ms - waited_ms)
+
+
+def test_where_nothing_is_copied_hardly_anything_is_looked_at(monkeypatch):
+    training, asked = Training(plan=NOTHING, wish=FREE), []
+    monkeypatch.setattr(training.streams, "peak_allocated_bytes", lambda: asked.append(1) or 0)
+    training.steady(20)
+    assert asked
+    asked.clear()
+    fences = training.streams.fences
+    training.steady(16)
+    assert not asked
+    assert training.streams.fences - fences <= 3 * 5 * 8  # three rounds at most; of each layer its call, save, end, use
 
 
 def test_a_round_that_is_fast_now_and_then_is_in_time_too():
