@@ -85,23 +85,22 @@ class Eligibility:
         self._root = root
         self._min_tensor_bytes = min_tensor_bytes
         self._device = device
-        self._parameters: list[tuple[nn.Parameter, bool]] = []
-        self._owners: dict[int, tuple[torch.Tensor, str]] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+        self._owners: dict[int, torch.Tensor] = {}
         self._subtrees: dict[nn.Module, _Subtree] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Reads anew where the parameters and buffers lie. Called where a micro-batch begins."""
         parameters, buffers = _tensors(self._root)
-        self._owners = {buffer.untyped_storage()._cdata: (buffer, BUFFER) for buffer in buffers if _has_storage(buffer)}
-        for parameter in parameters:
-            if _has_storage(parameter):
-                self._owners[parameter.untyped_storage()._cdata] = (parameter, PARAMETER)
-        known = [(parameter, parameter.requires_grad) for parameter in parameters]
+        self._owners = {owner.untyped_storage()._cdata: owner for owner in (*buffers, *parameters) if _has_storage(owner)}
+        trained = [parameter.requires_grad for parameter in parameters]
         # Not "!=" on the lists: tensors compare by element.
-        if [(id(p), grad) for p, grad in known] != [(id(p), grad) for p, grad in self._parameters]:
+        if trained != self._trained or list(map(id, parameters)) != list(map(id, self._parameters)):
             self._subtrees.clear()
-        self._parameters = known  # held until the next call, so that no id above can stand for another parameter
+        self._trained = trained
+        self._parameters = parameters  # held until the next call, so that no id above can stand for another parameter
 
     def skip_reason(self, tensor: torch.Tensor, unit: nn.Module) -> str | None:  # noqa: PLR0911
         """Why ``tensor``, saved in ``unit``, must stay on the device; ``None`` if it may leave."""
@@ -123,8 +122,8 @@ class Eligibility:
             return TOO_SMALL
         owner = self._owners.get(storage._cdata)
         # The owner may have moved since refresh() and its former address serve another tensor now.
-        if owner is not None and owner[0].untyped_storage()._cdata == storage._cdata:
-            return owner[1]
+        if owner is not None and owner.untyped_storage()._cdata == storage._cdata:
+            return PARAMETER if type(owner) is nn.Parameter else BUFFER
         node = tensor.grad_fn
         if node is None:
             return PARAMETER if self._is_unlinked_parameter(tensor, storage._cdata, unit) else None

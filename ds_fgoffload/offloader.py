@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility
 from ds_fgoffload.errors import HostPoolError
+from ds_fgoffload.garbage import collect_young
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
 from ds_fgoffload.plan import Act, Action, Plan, Site, Verb
@@ -88,8 +89,10 @@ class Offloader:
             self._calls.clear()
             self._eligibility.refresh()
             self._transfer.compute()
-            if self._schedule.micro_batch_began(self._micro_batch) and self._tuner is not None:
-                self._schedule.go_by(self._tuner.points())
+            if self._schedule.micro_batch_began(self._micro_batch):
+                collect_young()
+                if self._tuner is not None:
+                    self._schedule.go_by(self._tuner.points())
 
     def watch_backward(self, output: object) -> None:
         """The forward of a micro-batch has returned ``output``: its backward begins at one of the tensors in it."""

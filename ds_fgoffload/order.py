@@ -49,9 +49,11 @@ class NeedOrder:
         return self._ordinals.get(micro_batch)
 
     def saved(self, micro_batch: int, site: Site) -> Place:
-        """Something was saved; returns its place."""
+        """Something was saved; returns its place, of which the last round's is the same object."""
         self._alive[micro_batch] = self._alive.get(micro_batch, 0) + 1
-        return Place(self._ordinals.setdefault(micro_batch, 0), site)
+        place = Place(self._ordinals.setdefault(micro_batch, 0), site)
+        position = self._positions.get(place)
+        return place if position is None else self._learned[position]
 
     def left(self, key: int, micro_batch: int, place: Place) -> None:
         """It is on the host now and will have to come back. Also: it was saved again, later."""

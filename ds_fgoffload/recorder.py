@@ -53,6 +53,7 @@ class Recorder:
         self._reads = Reads(self.rounds.reads)
         self._after_reads: set[Moment] = set()
         self._reads_over: list[Fence] = []
+        self._moments: dict[Moment, Moment] = {}
         self._measures = self._measures_next = False
         self._peak_bytes = 0
         self._watching_thread: int | None = None
@@ -133,6 +134,8 @@ class Recorder:
                 self._round.after_reads.add(moment)
             # In backward, threads of autograd's read; nobody would keep their warnings from being shown.
             self._watch_reads(watch=moment.kind not in (Kind.BACKWARD, Kind.NEEDED))
+        # The same object as in other rounds: what waits to be read is work for Python's collector.
+        moment = self._moments.setdefault(moment, moment)
         self._round.marks.append(Mark(moment, size_bytes, away_bytes, fence, memory_bytes, reads))
 
     def held(self, place: Place) -> None:

@@ -1,6 +1,7 @@
 """How much work the saved tensors are for Python's collector."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -52,3 +53,31 @@ def test_few_objects_wait_for_backward(section, most):
     """A unit here has two saved tensors. Python collects when enough objects are alive, which takes long at times."""
     more = tracked_objects_at_the_end_of_forward(section) - tracked_objects_at_the_end_of_forward(None)
     assert 0 < more / UNITS <= most
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="garbage is collected bit by bit")
+def test_what_waits_for_backward_does_not_grow_old():
+    """What lives when the second generation is collected is old, and when much is, Python collects everything."""
+    model = nn.Sequential(*(Unit() for _ in range(8 * UNITS)))
+    attachment = ds_fgoffload.attach(model, {"modules": ["*"], "policy": "all", "min_tensor_bytes": 0})
+    x = torch.randn(64, 64, requires_grad=True)
+    waiting, in_the_middle = [], []
+
+    def collected(phase, info):
+        if phase == "start" and info["generation"] == 1 and waiting:
+            in_the_middle.append(info)
+
+    for _ in range(3):
+        model(x).sum().backward()
+    model[0].register_forward_pre_hook(lambda *_: waiting.append(True))
+    gc.collect()
+    gc.callbacks.append(collected)
+    try:
+        for _ in range(20):
+            loss = model(x).sum()
+            loss.backward()
+            waiting.clear()
+    finally:
+        gc.callbacks.remove(collected)
+    attachment.detach()
+    assert in_the_middle == []
