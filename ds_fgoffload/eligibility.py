@@ -94,7 +94,9 @@ class Eligibility:
     def refresh(self) -> None:
         """Reads anew where the parameters and buffers lie. Called where a micro-batch begins."""
         parameters, buffers = _tensors(self._root)
-        self._owners = {owner.untyped_storage()._cdata: owner for owner in (*buffers, *parameters) if _has_storage(owner)}
+        self._owners = {
+            owner.untyped_storage()._cdata: owner for owner in (*buffers, *parameters) if _has_storage(owner)
+        }
         trained = [parameter.requires_grad for parameter in parameters]
         # Not "!=" on the lists: tensors compare by element.
         if trained != self._trained or list(map(id, parameters)) != list(map(id, self._parameters)):

@@ -1,8 +1,8 @@
 """Has the next round planned from the last ones, until the plan is as good as the recording allows, and when it is not.
 
 The first rounds go by windows. The very first pins host memory and loads kernels, and says nothing of the others. A
-plan is made for the shortest stretches of those that are known (:mod:`~ds_fgoffload.fastest`), as long as rounds take
-about as long as they did.
+plan is made for the shortest stretches of those that are known (:mod:`~ds_fgoffload.merged`), or the usual ones if time
+may be added, and holds until compute waits for more than it foresees, or rounds take longer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from deepspeed.utils import logger
 
-from ds_fgoffload.fastest import fastest
+from ds_fgoffload.merged import merged
 from ds_fgoffload.plan import Place, Points
 from ds_fgoffload.planner import Forecast, Wish, plan_round
 from ds_fgoffload.recorder import Recorded, Recorder
@@ -191,9 +191,11 @@ class Tuner:
             self._go_by(forecast, recording)
 
     def _made(self, wish: Wish) -> tuple[Forecast, Recording]:
-        """A plan for the shortest of the stretches that are known, and what it was made from."""
+        """A plan for the rounds that are known, and what it was made from."""
         base = self._known[-1] if self._with_memory is None else self._with_memory
-        recording = fastest(base.recording, self._undistorted(), rates_of=[known.recording for known in self._known])
+        rates_of = [known.recording for known in self._known]
+        length = statistics.median if wish.max_overhead else min
+        recording = merged(base.recording, self._undistorted(), rates_of, length)
         # What is held is seen only in rounds in which it is to leave.
         recording = replace(recording, held=frozenset(self._held))
         if not wish.everything:

@@ -25,9 +25,9 @@ LAYERS = {
     2: "saved parcel remade recomputed_unit",
     1: "selection eligibility transfer recorder step_times tuner told recompute_cost conditions arguments "
     "pool pool_user pool_stats stock books lease supply budget ledger region pinning",
-    0: "compiled purity schedule order plan planner simulation fastest reads round_times config sizes layout stats "
+    0: "compiled purity schedule order plan planner simulation merged reads round_times config sizes layout stats "
     "streams cuda_reads weak_storage errors arena host_limit ledger_file keeper names messages families aliases "
-    "inventory recording",
+    "inventory recording garbage",
 }
 BESIDE = {
     "run": {"api", "script"},
@@ -48,7 +48,7 @@ BESIDE = {
     "recomputed_unit": {"remade", "saved"},
     "planner": {"plan", "simulation"},
     "simulation": {"plan"},
-    "fastest": {"simulation"},
+    "merged": {"simulation"},
     "reads": {"plan", "stats"},
     "pool": {"budget", "keeper", "lease", "ledger", "pool_stats", "pool_user", "region", "stock", "supply"},
     "pool_user": {"budget", "lease", "pool_stats"},

@@ -260,6 +260,20 @@ def test_a_round_that_is_fast_now_and_then_is_in_time_too():
     assert training.steady(0).waited_ms == 0
 
 
+@pytest.mark.parametrize("link_bytes_per_ms", [1500, 2000, 2500])
+def test_time_that_may_be_added_is_that_of_usual_rounds(link_bytes_per_ms):
+    wish = Wish(max_overhead=0.15)
+    steady = Training(wish=wish, link_bytes_per_ms=link_bytes_per_ms).steady()
+    training = Training(wish=wish, link_bytes_per_ms=link_bytes_per_ms)
+    for number in range(25):
+        for layer in training.model:
+            layer.ms = 0.9 if number % 3 == 0 else 1.0
+        training.step()
+    found, forecast = training.steady(0), training.offloader._tuner.forecast
+    assert (found.peak_bytes, found.waited_ms) == (steady.peak_bytes, pytest.approx(steady.waited_ms))
+    assert forecast.stalled_ms == pytest.approx(found.waited_ms, abs=0.1)
+
+
 PIPELINE = {"stages": 3, "micro_batches": 6, "layers": 6}
 
 
