@@ -3,8 +3,8 @@
 CPython looks at the oldest objects when those that have lately become old come to a quarter of them, and a tracked
 object becomes old when the second generation is collected while it lives; that falls due every seven thousand objects
 or so (https://github.com/python/cpython/blob/3.12/Modules/gcmodule.c, ``gc_collect_generations``). What autograd holds
-from forward to backward is dead soon after, but counts. Where the young are collected just before a forward, when few of
-them live, nothing becomes old in the middle of it, up to that number.
+from forward to backward is dead soon after, but counts. Where the young are collected just before a forward, when few
+of them live, nothing becomes old in the middle of it, up to that number.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class _Simulation:
                 self._wait_until(self._d2h_end_ms)
             self._now_ms = at_ms
             memory_bytes = recorded_bytes - self._away_bytes
-            if memory_bytes > peak_bytes:  # not max(): this is done some hundred thousand times for a plan
+            if memory_bytes > peak_bytes:  # noqa: PLR1730 - max() takes longer, and this is the innermost loop of a plan
                 peak_bytes = memory_bytes
             if position in self._coming_back:
                 self._come_back(position)

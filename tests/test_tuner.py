@@ -265,9 +265,9 @@ def test_time_that_may_be_added_is_that_of_usual_rounds(link_bytes_per_ms):
     wish = Wish(max_overhead=0.15)
     steady = Training(wish=wish, link_bytes_per_ms=link_bytes_per_ms).steady()
     training = Training(wish=wish, link_bytes_per_ms=link_bytes_per_ms)
-    for number in range(25):
+    for number in range(26):
         for layer in training.model:
-            layer.ms = 0.9 if number % 3 == 0 else 1.0
+            layer.ms = 1.0 if number % 3 else 0.9
         training.step()
     found, forecast = training.steady(0), training.offloader._tuner.forecast
     assert (found.peak_bytes, found.waited_ms) == (steady.peak_bytes, pytest.approx(steady.waited_ms))
