@@ -57,7 +57,7 @@ SEVERAL_GPUS: dict[str, dict[str, Any]] = {
 }
 """Sections that ``benchmarks.two_gpus`` compares, to which the same modules are added."""
 
-LEARNING_STEPS = 18
+LEARNING_STEPS = 24
 """Steps before those that are timed, in which ours may learn."""
 
 OTHERS = (
