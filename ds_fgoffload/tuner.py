@@ -1,8 +1,8 @@
 """Has the next round planned from the last ones, until the plan is as good as the recording allows, and when it is not.
 
 The first rounds go by windows. The very first pins host memory and loads kernels, and says nothing of the others. A
-plan is made for the shortest stretches of those that are known (:mod:`~ds_fgoffload.merged`), or the usual ones if time
-may be added, and holds until compute waits for more than it foresees, or rounds take longer.
+plan is made for the shortest round that those that are known let expect (:mod:`~ds_fgoffload.merged`), or for a usual
+one if time may be added, and holds until compute waits for more than it foresees, or rounds take longer.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class Tuner:
         """A plan for the rounds that are known, and what it was made from."""
         base = self._known[-1] if self._with_memory is None else self._with_memory
         rates_of = [known.recording for known in self._known]
-        length = statistics.median if wish.max_overhead else min
-        recording = merged(base.recording, self._undistorted(), rates_of, length)
+        usual = bool(wish.max_overhead)
+        recording = merged(base.recording, self._undistorted(), rates_of, usual=usual)
         # What is held is seen only in rounds in which it is to leave.
         recording = replace(recording, held=frozenset(self._held))
         if not wish.everything:

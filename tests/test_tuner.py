@@ -260,6 +260,18 @@ def test_a_round_that_is_fast_now_and_then_is_in_time_too():
     assert training.steady(0).waited_ms == 0
 
 
+@pytest.mark.parametrize("link_bytes_per_ms", [2600, 3600])
+def test_layers_that_are_fast_in_turn_are_not_taken_for_a_round_in_which_all_are(link_bytes_per_ms):
+    steady = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, layers=16).steady()
+    training = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, layers=16)
+    for number in range(25):
+        for position, layer in enumerate(training.model):
+            layer.ms = 0.95 if position // 4 == number % 4 else 1.0
+        training.step()
+    found = training.steady(0)
+    assert (found.offloaded_bytes, found.waited_ms) == (steady.offloaded_bytes, 0)
+
+
 @pytest.mark.parametrize("link_bytes_per_ms", [1500, 2000, 2500])
 def test_time_that_may_be_added_is_that_of_usual_rounds(link_bytes_per_ms):
     wish = Wish(max_overhead=0.15)
