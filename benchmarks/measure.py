@@ -50,6 +50,9 @@ class Pairs:
     own_ms: list[float]
     plain_ms: list[float]
 
+    def __add__(self, more: Pairs) -> Pairs:
+        return Pairs(self.own_ms + more.own_ms, self.plain_ms + more.plain_ms)
+
     def summary(self) -> dict[str, Any]:
         """What a step takes more, in ms: the median, and the mean with its standard error; as a fraction of plain."""
         more_ms = [own - plain for own, plain in zip(self.own_ms, self.plain_ms, strict=True)]

@@ -188,9 +188,7 @@ class Comparison:
         read_counts_of(beside, reads)
         beside.step()
         pairs = time_pairs(run.step, beside.step, self.arguments.pairs, self.until_s)
-        known = self.pairs.setdefault(key, Pairs([], []))
-        known.own_ms.extend(pairs.own_ms)
-        known.plain_ms.extend(pairs.plain_ms)
+        self.pairs[key] = self.pairs.get(key, Pairs([], [])) + pairs
 
     def _facts(self, run: modes.Run) -> dict[str, Any]:
         """What steps that are not timed can tell. What cannot be found out is told, too; what was measured stands."""

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ds_fgoffload.purity import storage_identity
+
 EXCLUDED = "excluded"
 """Saved in a module that the user excluded."""
 HOST_FULL = "host_full"
@@ -94,9 +96,7 @@ class Eligibility:
     def refresh(self) -> None:
         """Reads anew where the parameters and buffers lie. Called where a micro-batch begins."""
         parameters, buffers = _tensors(self._root)
-        self._owners = {
-            owner.untyped_storage()._cdata: owner for owner in (*buffers, *parameters) if _has_storage(owner)
-        }
+        self._owners = {storage_identity(owner): owner for owner in (*buffers, *parameters) if _has_storage(owner)}
         trained = [parameter.requires_grad for parameter in parameters]
         # Not "!=" on the lists: tensors compare by element.
         if trained != self._trained or list(map(id, parameters)) != list(map(id, self._parameters)):
@@ -124,8 +124,8 @@ class Eligibility:
             return TOO_SMALL
         owner = self._owners.get(storage._cdata)
         # The owner may have moved since refresh() and its former address serve another tensor now.
-        if owner is not None and owner.untyped_storage()._cdata == storage._cdata:
-            return PARAMETER if type(owner) is nn.Parameter else BUFFER
+        if owner is not None and storage_identity(owner) == storage._cdata:
+            return PARAMETER if isinstance(owner, nn.Parameter) else BUFFER
         node = tensor.grad_fn
         if node is None:
             return PARAMETER if self._is_unlinked_parameter(tensor, storage._cdata, unit) else None
@@ -143,7 +143,7 @@ class Eligibility:
             dtypes = subtree.frozen.get(tuple(tensor.shape))
             if dtypes is not None and dtypes != {tensor.dtype}:
                 return True
-        return any(parameter.untyped_storage()._cdata == address for parameter in subtree.swapped)
+        return any(storage_identity(parameter) == address for parameter in subtree.swapped)
 
 
 def _is_same_device(one: torch.device, other: torch.device) -> bool:

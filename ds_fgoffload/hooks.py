@@ -25,6 +25,7 @@ from ds_fgoffload.compiled import (
     leave_hooks_uncompiled,
     modules_above,
 )
+from ds_fgoffload.garbage import collect_young
 from ds_fgoffload.messages import warn_here
 from ds_fgoffload.names import abbreviated
 from ds_fgoffload.offloader import Offloader
@@ -153,7 +154,8 @@ class ModuleHooks:
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
         if packing.may_save():
-            self._offloader.begin_micro_batch()
+            if self._offloader.begin_micro_batch():
+                collect_young()
             if self._recomputer is not None and self._recomputer.is_needed and self._takes_what_is_saved():
                 self._enter_root(self._recomputer)
 

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility
 from ds_fgoffload.errors import HostPoolError
-from ds_fgoffload.garbage import collect_young
 from ds_fgoffload.layout import Layout
 from ds_fgoffload.parcel import Death, Parcel, State
 from ds_fgoffload.plan import Act, Action, Plan, Site, Verb
 from ds_fgoffload.planner import Wish
 from ds_fgoffload.pool import HostPool, PoolUser
+from ds_fgoffload.purity import storage_identity
 from ds_fgoffload.saved import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.schedule import Schedule
 from ds_fgoffload.scope import ALONE_BYTES, PARCEL_BYTES, Scope
@@ -80,8 +80,8 @@ class Offloader:
         self._scope_bytes: dict[str, int] = {}  # what each unit's last call saved
         self._told_full = False
 
-    def begin_micro_batch(self) -> None:
-        """The forward of a micro-batch begins: calls are counted anew, and parameters may have moved."""
+    def begin_micro_batch(self) -> bool:
+        """A forward begins: calls are counted anew, and parameters may have moved. True: a new round does, too."""
         with self._lock:
             self._bury()
             self._by_identity = {key: ref for key, ref in self._by_identity.items() if ref() is not None}
@@ -89,10 +89,10 @@ class Offloader:
             self._calls.clear()
             self._eligibility.refresh()
             self._transfer.compute()
-            if self._schedule.micro_batch_began(self._micro_batch):
-                collect_young()
-                if self._tuner is not None:
-                    self._schedule.go_by(self._tuner.points())
+            new_round = self._schedule.micro_batch_began(self._micro_batch)
+            if new_round and self._tuner is not None:
+                self._schedule.go_by(self._tuner.points())
+            return new_round
 
     def watch_backward(self, output: object) -> None:
         """The forward of a micro-batch has returned ``output``: its backward begins at one of the tensors in it."""
@@ -188,7 +188,7 @@ class Offloader:
                 self._tuner.look()
 
     def _saved_before(self, tensor: torch.Tensor) -> SavedStorage | None:
-        found = self._by_identity.get(tensor.untyped_storage()._cdata)
+        found = self._by_identity.get(storage_identity(tensor))
         storage = None if found is None else found()
         return storage if storage is not None and storage.covers(tensor) else None
 

@@ -123,6 +123,7 @@ class Tuner:
             self._last.clear()
             self._held.clear()
             self._with_memory = None
+            self._settled = False
         self._held |= recorded.recording.held
         self._known.append(recorded)
         self._last.append(recorded)
@@ -158,10 +159,19 @@ class Tuner:
         elif self._look_again_at == NEVER:
             self._look_again_at = self._rounds + KNOWN_ROUNDS  # then those that were faster are forgotten
         stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
-        waits = stalled_ms > forecast.stalled_ms + BEARABLE_STALL * self._took_ms
-        as_long = abs(_took_ms(self._last) - self._took_ms) <= FITS * self._took_ms
+        waits = stalled_ms > self._foreseen_ms(forecast) + BEARABLE_STALL * self._took_ms
+        took_ms = _took_ms(self._last)
+        if waits and took_ms < (1 - FITS) * self._took_ms:  # what was usual is not any more
+            self._known = deque((one for one in self._known if _length_ms(one) <= (1 + FITS) * took_ms), KNOWN_ROUNDS)
+        as_long = abs(took_ms - self._took_ms) <= FITS * self._took_ms
         self._too_bold = waits and as_long and not any(recording.guessed for recording in recordings)
         return not waits or (points.within_window and as_long)  # what a window costs, no plan can help
+
+    def _foreseen_ms(self, forecast: Forecast) -> float:
+        """Time that compute may wait in the last rounds: what the plan foresees, or less if rounds are shorter now."""
+        if self._wish is None or not self._wish.max_overhead:
+            return forecast.stalled_ms
+        return forecast.stalled_ms * min(1.0, _took_ms(self._last) / self._took_ms)
 
     def _plan(self, wish: Wish) -> None:
         """Makes a plan, because the last is not right for the rounds that are known."""

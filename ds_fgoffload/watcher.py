@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.eligibility import Eligibility
 from ds_fgoffload.inventory import Inventory, StorageRecord
+from ds_fgoffload.purity import storage_identity
 from ds_fgoffload.saved import KeptTensor
 from ds_fgoffload.streams import Streams
 from ds_fgoffload.weak_storage import WeakStorage
@@ -122,7 +123,7 @@ class Watcher:
         skip = self._eligibility.skip_reason(tensor, module)
         if skip in _NO_ACTIVATION:
             return kept
-        key = tensor.untyped_storage()._cdata
+        key = storage_identity(tensor)
         seen = self._seen.get(key)
         if seen is None or not seen.alive():
             record = StorageRecord(
@@ -215,7 +216,7 @@ class _Producers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._by_storage.clear()
 
     def of(self, tensor: torch.Tensor) -> str:
-        name = self._by_storage.get(tensor.untyped_storage()._cdata, "input")
+        name = self._by_storage.get(storage_identity(tensor), "input")
         if name.startswith(("empty", "new_empty", "input")) and tensor.grad_fn is not None:
             return type(tensor.grad_fn).__name__.removesuffix("Backward0")  # a kernel of someone's own wrote it
         return name
@@ -225,11 +226,11 @@ class _Producers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [leaf for leaf in tree_leaves(out) if _has_storage(leaf)]
         if made:
             schema = getattr(func, "_schema", None)
-            given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
+            given = {storage_identity(leaf) for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
             writes = schema is not None and schema.is_mutable
             name = getattr(func, "overloadpacket", func).__name__
             for tensor in made:
-                key = tensor.untyped_storage()._cdata
+                key = storage_identity(tensor)
                 if writes or key not in given:
                     self._by_storage[key] = name
         return out

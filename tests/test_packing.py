@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 
 import pytest
 import torch
@@ -53,6 +54,35 @@ def test_few_objects_wait_for_backward(section, most):
     """A unit here has two saved tensors. Python collects when enough objects are alive, which takes long at times."""
     more = tracked_objects_at_the_end_of_forward(section) - tracked_objects_at_the_end_of_forward(None)
     assert 0 < more / UNITS <= most
+
+
+class Trains:
+    """A cycle; when it is collected, a thread runs a forward, and is waited for."""
+
+    def __init__(self, step):
+        self.itself, self.step, self.thread = self, step, None
+
+    def __del__(self):
+        self.thread = threading.Thread(target=self.step, daemon=True)
+        self.thread.start()
+        self.thread.join(10)
+        ended.append(not self.thread.is_alive())
+
+
+ended = []
+
+
+def test_what_is_collected_may_wait_for_a_thread_that_trains():
+    model = nn.Sequential(*(Unit() for _ in range(4)))
+    attachment = ds_fgoffload.attach(model, {"modules": ["*"], "policy": "all", "min_tensor_bytes": 0})
+    x = torch.randn(64, 64, requires_grad=True)
+    model(x).sum().backward()
+    ended.clear()
+    Trains(lambda: model(x).sum().backward())
+    model(x).sum().backward()
+    gc.collect()
+    attachment.detach()
+    assert ended == [True]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="garbage is collected bit by bit")

@@ -140,6 +140,17 @@ def test_layers_that_become_faster_are_planned_anew():
     assert training.steady(40).waited_ms == 0
 
 
+@pytest.mark.parametrize(("link_bytes_per_ms", "reads"), [(2500, False), (20000, True)])
+def test_time_that_may_be_added_is_less_where_rounds_become_shorter(link_bytes_per_ms, reads):
+    training = Training(wish=Wish(max_overhead=0.1), link_bytes_per_ms=link_bytes_per_ms, reads=reads)
+    training.steady(40)
+    for layer in training.model:
+        layer.ms /= 4
+    training.streams.link_bytes_per_ms *= 1 if reads else 3
+    found = training.steady(60)
+    assert found.took_ms <= 1.1 * plain(layer_ms=0.25, reads=reads).took_ms
+
+
 def test_layers_that_become_slower_leave_the_link_more_time_in_the_end():
     training = Training(wish=FREE, link_bytes_per_ms=2500)
     before = training.steady(20)
@@ -171,6 +182,15 @@ def test_another_structure_is_planned_anew():
     del training.model[6:]
     assert training.steady(20).late_reloads == 0
     assert training.steady(0).offloaded_bytes < 6 * LAYER_BYTES
+
+
+def test_another_structure_is_looked_at_in_every_round_also_where_a_plan_had_proved_right():
+    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    training.steady(40)
+    forecast = training.offloader._tuner.forecast
+    del training.model[6:]
+    training.steady(16)  # of the plan that had proved right, one round in eight is looked at
+    assert training.offloader._tuner.forecast is not forecast
 
 
 def test_the_cache_is_emptied_once_when_a_plan_has_taken_effect():
