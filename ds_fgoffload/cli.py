@@ -129,6 +129,7 @@ def inspect(
     _check_what_is_run(transformers, context.args)
     here = Path.cwd()  # a script may go elsewhere
     failure: command.RunFailedError | None = None
+    wrong: OffloadConfigError | None = None
     inspection: command.Inspection | None
     doing = "running the script" if transformers is None else "importing"
     json_alone = str(json_file) == "-"
@@ -147,12 +148,15 @@ def inspect(
         errors.print(failure.traceback, end="", markup=False, highlight=False, soft_wrap=True)
     if inspection is not None and not rank():
         least = inspection.least(asked_bytes)
+        patterns, wrong = view.selecting(inspection, pattern or [])
         if not json_alone:
-            _console().print(view.show(inspection, pattern or [], least, depth))
+            _console().print(view.show(inspection, patterns, least, depth))
         if json_file is not None:
-            _write(json_file if json_alone else here / json_file, view.as_json(inspection, pattern or [], least))
+            _write(json_file if json_alone else here / json_file, view.as_json(inspection, patterns, least))
     if failure is not None:
         raise failure
+    if wrong is not None:
+        raise wrong
 
 
 @app.command()

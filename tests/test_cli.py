@@ -131,6 +131,13 @@ def test_errors_of_users(arguments: list[str], error: type[Exception], message: 
         run(*arguments)
 
 
+def test_a_pattern_that_selects_nothing_costs_nothing_of_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "inventory.json"
+    with pytest.raises(OffloadConfigError, match="matches no module"):
+        run(*LLAMA, "-p", "*.mlpp", "-p", "model.layers.*.mlp.act_fn", "--min-tensor-bytes", "0", "--json", str(file))
+    assert "model.layers.*.mlp.act_fn" in json.loads(file.read_text())["patterns"]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

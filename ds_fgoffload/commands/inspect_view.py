@@ -57,6 +57,21 @@ def tree(inventory: Inventory) -> Node:
     return root
 
 
+def selecting(inspection: Inspection, patterns: Sequence[str]) -> tuple[list[str], OffloadConfigError | None]:
+    """Those of the patterns that select something, and what is wrong with the first that does not."""
+    objections = {pattern: _objection(inspection, pattern) for pattern in patterns}
+    right = [pattern for pattern, objection in objections.items() if objection is None]
+    return right, next((objection for objection in objections.values() if objection is not None), None)
+
+
+def _objection(inspection: Inspection, pattern: str) -> OffloadConfigError | None:
+    try:
+        select(inspection.root, [pattern])
+    except OffloadConfigError as error:
+        return error
+    return None
+
+
 def show(inspection: Inspection, patterns: Sequence[str], least: LeastBytes, depth: int | None) -> RenderableType:
     """All that a person is told."""
     inventory = inspection.inventory
