@@ -53,6 +53,7 @@ class Recorder:
         self._reads = Reads(self.rounds.reads)
         self._after_reads: set[Moment] = set()
         self._reads_over: list[Fence] = []
+        # The last marked round's: the next has the same objects, since what waits to be read is work for the collector.
         self._moments: dict[Moment, Moment] = {}
         self._measures = self._measures_next = False
         self._peak_bytes = 0
@@ -103,6 +104,7 @@ class Recorder:
             if self._round.viewers:
                 self._round.end = begin
             self._round.peak_bytes = self._peak_of_the_round()
+            self._moments = {mark.moment: mark.moment for mark in self._round.marks} or self._moments
             self._over.append(self._round)
         self._measures = self._measures_next
         self._watch_reads(watch=False)
@@ -134,8 +136,7 @@ class Recorder:
                 self._round.after_reads.add(moment)
             # In backward, threads of autograd's read; nobody would keep their warnings from being shown.
             self._watch_reads(watch=moment.kind not in (Kind.BACKWARD, Kind.NEEDED))
-        # The same object as in other rounds: what waits to be read is work for Python's collector.
-        moment = self._moments.setdefault(moment, moment)
+        moment = self._moments.get(moment, moment)
         self._round.marks.append(Mark(moment, size_bytes, away_bytes, fence, memory_bytes, reads))
 
     def held(self, place: Place) -> None:

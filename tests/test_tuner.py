@@ -306,6 +306,20 @@ def test_time_that_may_be_added_is_that_of_usual_rounds(link_bytes_per_ms):
     assert forecast.stalled_ms == pytest.approx(found.waited_ms, abs=0.1)
 
 
+def test_moments_are_the_objects_of_the_last_round_and_no_others_are_kept():
+    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    for _ in range(4):
+        training.step()
+    recorder = training.offloader._tuner._recorder
+    before = {id(moment) for moment in recorder._moments}
+    training.step()
+    assert before == {id(moment) for moment in recorder._moments}
+    del training.model[2:]
+    for _ in range(2):
+        training.step()
+    assert len(recorder._moments) < len(before) / 2
+
+
 PIPELINE = {"stages": 3, "micro_batches": 6, "layers": 6}
 
 
