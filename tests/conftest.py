@@ -22,12 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fast() -> Iterator[None]:
-    """Tensors are small, so that a second thread only costs; and some tests collect garbage often."""
+def _one_thread() -> Iterator[None]:
+    """Tensors are small, so that a second thread only costs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect() -> None:
+    """Some tests collect garbage often, which takes a tenth of a second with all that others have imported."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
