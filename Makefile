@@ -86,10 +86,11 @@ demo: setup ## train a small model with and without offloading, and compare ever
 test: lint ## lint, then the tests
 	$(PY) -m pytest $(TEST_FLAGS)
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy, import-linter
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy $(TYPED)
+	$(dir $(PY))lint-imports
 
 format: setup ## rewrite the code in the project's format
 	$(PY) -m ruff format $(CODE)

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import GIB, save
-from ds_fgoffload import region
-from ds_fgoffload.arena import ALIGNMENT_BYTES, rounded_up
-from ds_fgoffload.pool import HostPool, HostPoolSettings
-from ds_fgoffload.streams import make_streams
+from ds_fgoffload.device.streams import make_streams
+from ds_fgoffload.host_pool import slabs as region
+from ds_fgoffload.host_pool.free_ranges import ALIGNMENT_BYTES, rounded_up
+from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
 
 LAYERS, WARM_UP_STEPS = 24, 60
 ON_GPU = torch.cuda.is_available()

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ds_fgoffload
 from benchmarks.measure import save, trl_activation_offloading
-from ds_fgoffload import hooks
+from ds_fgoffload.runtime import hooks
 
 
 class Clock:

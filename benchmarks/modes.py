@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_fgoffload
 from benchmarks.measure import ON_GPU, trl_activation_offloading
-from ds_fgoffload.selection import select
+from ds_fgoffload.selection.patterns import select
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from benchmarks.measure import (
     time_steps,
     timed,
 )
-from ds_fgoffload.pinning import unpin_unused_host
+from ds_fgoffload.device.pinning import unpin_unused_host
 
 FindOut: TypeAlias = Callable[[modes.Run, dict[str, Any]], None]
 READS = {"no": (False,), "only": (True,), "also": (False, True)}

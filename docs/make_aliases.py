@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_fgoffload.families import FAMILIES, MEANINGS, Part
+from ds_fgoffload.selection.families import FAMILIES, MEANINGS, Part
 
 PAGE = Path(__file__).parent / "aliases.md"
 

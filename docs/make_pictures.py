@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 
 def commands() -> None:
-    from ds_fgoffload.commands import doctor, inspect, inspect_view, random_model
+    from ds_fgoffload.cli import doctor, inspect, inspect_view, random_model
 
     shape = {
         "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
@@ -38,8 +38,8 @@ def commands() -> None:
 
 
 def pools() -> None:
-    from ds_fgoffload import ledger
-    from ds_fgoffload.commands import top
+    from ds_fgoffload.cli import top
+    from ds_fgoffload.host_pool import node_ledger as ledger
 
     gib = 1 << 30
     with tempfile.TemporaryDirectory() as folder:
@@ -58,9 +58,9 @@ def picture(name: str, title: str, shown: object) -> None:
 
 
 def page_of_a_step() -> None:
-    from step_recording import recording  # tests/step_recording.py, made by hand
+    from step_recording import recording  # tests/helpers/step_recording.py, made by hand
 
-    from ds_fgoffload.page import page
+    from ds_fgoffload.reporting.page import page
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:

@@ -1,11 +1,11 @@
 """Fine-grained activation offloading for DeepSpeed: what named submodules save for backward travels to the host.
 
-Start reading at :mod:`ds_fgoffload.hooks`; docs/architecture.md follows one tensor through the files.
+Start reading at :mod:`ds_fgoffload.runtime.hooks`; docs/architecture.md follows one tensor through the files.
 """
 
 from ds_fgoffload.api import Attachment, attach, get, initialize
 from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
-from ds_fgoffload.pool import HostPool, HostPoolStats, host_pool
+from ds_fgoffload.host_pool.pool import HostPool, HostPoolStats, host_pool
 from ds_fgoffload.stats import OffloadStats, UnitStats
 
 __all__ = [

@@ -12,26 +12,26 @@ import deepspeed
 import torch
 from torch import nn
 
-from ds_fgoffload import selection
-from ds_fgoffload.adapters import Adapter, adapt
-from ds_fgoffload.checkpoints import UnseenCheckpoints
 from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section, parse_config
-from ds_fgoffload.eligibility import Eligibility
+from ds_fgoffload.device.streams import accelerator_device
+from ds_fgoffload.engines.adapter import Adapter, adapt
+from ds_fgoffload.engines.checkpoints import UnseenCheckpoints
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
-from ds_fgoffload.hooks import ModuleHooks, recomputer_of
-from ds_fgoffload.messages import printable, rank, show, warn, warn_here
-from ds_fgoffload.offloader import Offloader
-from ds_fgoffload.plan import Action, Plan
-from ds_fgoffload.planner import Wish
-from ds_fgoffload.pool import HostPoolSettings, host_pool
-from ds_fgoffload.report import RankCounts, render
+from ds_fgoffload.host_pool.pool import HostPoolSettings, host_pool
+from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.reporting.report import RankCounts, render
+from ds_fgoffload.reporting.step_file import StepFile
+from ds_fgoffload.reporting.step_log import StepLog
+from ds_fgoffload.reporting.tally import Tally, note_switched_off
+from ds_fgoffload.runtime.hooks import ModuleHooks, recomputer_of
+from ds_fgoffload.runtime.offloader import Offloader
+from ds_fgoffload.saved.eligibility import Eligibility
+from ds_fgoffload.saved.transfer import transfer_on
+from ds_fgoffload.schedule.plan import Action, Plan
+from ds_fgoffload.selection import patterns as selection
 from ds_fgoffload.stats import OffloadStats
-from ds_fgoffload.step_file import StepFile
-from ds_fgoffload.step_log import StepLog
-from ds_fgoffload.streams import accelerator_device
-from ds_fgoffload.tally import Tally, note_switched_off
-from ds_fgoffload.told import plan_told
-from ds_fgoffload.transfer import transfer_on
+from ds_fgoffload.text.messages import printable, rank, show, warn, warn_here
+from ds_fgoffload.text.sentences import plan_told
 
 _ATTRIBUTE = "_ds_fgoffload"
 

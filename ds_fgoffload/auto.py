@@ -18,8 +18,8 @@ from typing import Any
 import deepspeed
 
 from ds_fgoffload import api
-from ds_fgoffload.messages import NOTHING_OFFLOADED, warn
-from ds_fgoffload.tally import is_switched_off, tallies
+from ds_fgoffload.reporting.tally import is_switched_off, tallies
+from ds_fgoffload.text.messages import NOTHING_OFFLOADED, warn
 
 _MARK, _WATCH = "_ds_fgoffload_original", "_ds_fgoffload_watch"
 _FIRST = "import ds_fgoffload.auto first, before `from deepspeed import initialize`"

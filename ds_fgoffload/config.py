@@ -31,8 +31,8 @@ from pydantic import (
 )
 
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.messages import warn
-from ds_fgoffload.sizes import ByteSize
+from ds_fgoffload.text.messages import warn
+from ds_fgoffload.text.sizes import ByteSize
 
 SECTION = "fine_grained_offload"
 

@@ -25,11 +25,11 @@ from deepspeed.utils import logger
 
 from ds_fgoffload import api
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.messages import NOTHING_OFFLOADED, SWITCHED_OFF, show
-from ds_fgoffload.messages import rank as rank_now
-from ds_fgoffload.report import render
+from ds_fgoffload.reporting.report import render
+from ds_fgoffload.reporting.tally import is_switched_off, tallies
 from ds_fgoffload.script import NoScriptError, UserScript
-from ds_fgoffload.tally import is_switched_off, tallies
+from ds_fgoffload.text.messages import NOTHING_OFFLOADED, SWITCHED_OFF, show
+from ds_fgoffload.text.messages import rank as rank_now
 
 STATS_FILE_VARIABLE = "DS_FGOFFLOAD_STATS_JSON"
 _PATIENCE = timedelta(minutes=5)

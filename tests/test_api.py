@@ -20,12 +20,12 @@ import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import one_rank
 from torch import Tensor, nn
 
 import ds_fgoffload
 from ds_fgoffload import OffloadConfigError, OffloadStateError, OffloadStats, UnitStats
 from ds_fgoffload.config import parse_config
+from tests.helpers.distributed import one_rank
 
 ROWS, WIDTH = 4, 8
 SECTION: dict[str, Any] = {"modules": ["blocks.*"], "min_tensor_bytes": 0}

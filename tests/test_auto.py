@@ -15,12 +15,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from distributed import one_rank
 from torch import nn
 
 import ds_fgoffload
-from ds_fgoffload import messages, tally
+from ds_fgoffload.reporting import tally
 from ds_fgoffload.script import initialize_replaced
+from ds_fgoffload.text import messages
+from tests.helpers.distributed import one_rank
 
 ROWS = 4
 STEP_BYTES = ROWS * 8 * 4

@@ -23,7 +23,7 @@ from ds_fgoffload.config import (
     parse_config,
 )
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.sizes import parse_size
+from ds_fgoffload.text.sizes import parse_size
 
 SIZE = 'a whole number of bytes >= 0, or text such as "64MiB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 KEYS = (

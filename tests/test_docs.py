@@ -14,7 +14,7 @@ import typer
 
 import ds_fgoffload
 from benchmarks import tables
-from ds_fgoffload import cli
+from ds_fgoffload.cli import main as cli
 from ds_fgoffload.config import SECTION, find_section, parse_config
 
 ROOT = Path(__file__).parents[1]

@@ -18,9 +18,10 @@ import deepspeed
 import pytest
 import torch.distributed
 from deepspeed.utils import logger
-from distributed import one_rank
 
-from ds_fgoffload import run, tally
+from ds_fgoffload import run
+from ds_fgoffload.reporting import tally
+from tests.helpers.distributed import one_rank
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

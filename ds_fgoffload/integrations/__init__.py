@@ -1,1 +1,4 @@
-"""Bridges to other libraries, imported only by those who use them."""
+"""Bridges to other libraries, imported only by those who use them.
+
+Imports: ``api``. Start at :mod:`ds_fgoffload.integrations.transformers`.
+"""

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ds_fgoffload import api
-from ds_fgoffload.adapters import engine_of
 from ds_fgoffload.config import find_section, parse_config
+from ds_fgoffload.engines.adapter import engine_of
 from ds_fgoffload.errors import OffloadConfigError
 
 _made: weakref.WeakSet[api.Attachment] = weakref.WeakSet()

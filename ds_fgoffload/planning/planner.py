@@ -1,0 +1,89 @@
+"""Chooses, from a recorded round, what is worth a copy, and when it can leave the device and must be on its way back.
+
+A place leaves at the first moment after its copy is over, so that compute never waits for it, and comes back at the
+last moment from which the copy is over in time. The time between is its *absence*; a place is worth a copy if its
+absence covers a moment at which memory would otherwise be at its peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_fgoffload.planning.simulator import Outcome, Round
+from ds_fgoffload.profiling.profile import Recording
+from ds_fgoffload.schedule.plan import Place, Points
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user allows and asks for."""
+
+    everything: bool = False
+    """Every place is copied, and the release window holds as well."""
+    max_overhead: float | None = None
+    """Time that may be added, as a fraction of the round; None: none, or what the target takes."""
+    target_saved_bytes: int | None = None
+    """Bytes by which the peak is to fall; no more is copied than that takes."""
+    room_bytes: int | None = None
+    """Device memory that there is. The peak is brought below it whatever that costs."""
+
+
+class Forecast(NamedTuple):
+    """What a plan is expected to do."""
+
+    points: Points
+    peak_bytes: int
+    """Highest memory at a moment of the round; without offloading it is the recording's."""
+    stalled_ms: float
+    copied_bytes: int
+
+
+def plan_round(recording: Recording, wish: Wish, *, caution: float = 1.0) -> Forecast:
+    """The points for rounds that go like the recorded one.
+
+    Args:
+        recording: the round.
+        wish: what is allowed and asked for.
+        caution: by how much copies are taken to be slower than was measured, and spare times longer.
+    """
+    the_round = Round(recording, caution)
+    if wish.everything:
+        outcome = the_round.simulate(the_round.candidates, choosy=False)
+        return _forecast(the_round, outcome, kept=(), within_window=True)
+    ranked = the_round.ranked(the_round.candidates - recording.held)
+    best = the_round.lowest_peak(ranked)
+    free = the_round.simulate(best)
+    choices = (best, set(ranked))
+    limit_bytes = 0
+    if wish.max_overhead is not None or wish.target_saved_bytes is None:
+        allowed_ms = (wish.max_overhead or 0.0) * recording.length_ms
+        limit_bytes = min(the_round.least_peak(chosen, free.peak_bytes, allowed_ms) for chosen in choices)
+    if wish.target_saved_bytes is not None:
+        limit_bytes = max(limit_bytes, recording.peak_bytes - wish.target_saved_bytes)
+    if wish.room_bytes is not None:
+        limit_bytes = min(limit_bytes, wish.room_bytes)
+    found, choosy, presses = free, True, limit_bytes < free.peak_bytes
+    if presses:
+        tried = [
+            (the_round.simulate(chosen, limit_bytes, choosy=choosy), choosy)
+            for choosy in (True, False)
+            for chosen in choices
+        ]
+        found, choosy = min(tried, key=lambda one: (max(limit_bytes, one[0].peak_bytes), not one[1], one[0].stalled_ms))
+    limit_bytes = max(limit_bytes, found.peak_bytes)
+    useful = the_round.useful(found, limit_bytes)
+    final = the_round.fewest(
+        [place for place in ranked if place in useful],
+        limit_bytes,
+        allowed_ms=found.stalled_ms,
+        choosy=choosy,
+        presses=presses,
+    )
+    return _forecast(the_round, final, kept=the_round.saved.keys() - final.absences.keys(), within_window=False)
+
+
+def _forecast(the_round: Round, outcome: Outcome, *, kept: Collection[Place], within_window: bool) -> Forecast:
+    points = Points(the_round.positions, outcome.release, outcome.reload, frozenset(kept), within_window)
+    return Forecast(points, outcome.peak_bytes, outcome.stalled_ms, outcome.copied_bytes)

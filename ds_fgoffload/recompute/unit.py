@@ -1,0 +1,163 @@
+"""A unit under ``recompute``: how its forward is run once more, in the first call to try it, and then in backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ds_fgoffload.device.streams import Streams
+from ds_fgoffload.recompute.call import Made, RecomputedCall, cut_off, flatten, unflatten
+from ds_fgoffload.recompute.conditions import Conditions
+from ds_fgoffload.recompute.cost import Moment, RecomputeCost
+from ds_fgoffload.recompute.purity import state_of, state_tensors
+from ds_fgoffload.saved.saved_tensors import KeptTensor
+from ds_fgoffload.saved.tensors import Layout, is_parameter, is_plain, same_bits, storage_identity
+from ds_fgoffload.stats import UnitStats
+
+SavedTensorHooks = Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], AbstractContextManager[Any]]
+"""Those of autograd."""
+
+
+class Surroundings:
+    """What a unit needs of the attachment to run again.
+
+    Args:
+        streams: of the device.
+        saving: autograd's hooks, which the module ``hooks`` alone imports.
+        whole: ``whole(module)`` is a context in which the module's parameters are all there (ZeRO-3).
+        cost: counts the time.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        saving: SavedTensorHooks,
+        whole: Callable[[nn.Module], AbstractContextManager[Any]],
+        cost: RecomputeCost,
+    ) -> None:
+        self.streams = streams
+        self.saving = saving
+        self.whole = whole
+        self.cost = cost
+        self.lock = threading.RLock()
+        self.running = threading.local()
+
+
+class RecomputedUnit:
+    """A module under ``recompute``."""
+
+    def __init__(self, name: str, module: nn.Module, stats: UnitStats, surroundings: Surroundings) -> None:
+        self.name = name
+        self.module = module
+        self.stats = stats
+        self.modules = tuple(module.modules())
+        self.is_cheap = len(self.modules) == 1
+        """So are norms and activation functions, as far as can be told."""
+        stats.recompute = True
+        self.streams = surroundings.streams
+        self.lock = surroundings.lock
+        self.outside: frozenset[int] = frozenset()
+        """Saves that are tensors from elsewhere, found when the unit was tried."""
+        self._surroundings = surroundings
+        self._tried: set[tuple[bool, ...]] = set()
+
+    def is_tried(self, call: RecomputedCall) -> bool:
+        """A module may do something else in training than in evaluation, so each combination of flags is tried."""
+        return call.conditions.training in self._tried
+
+    def state(self) -> object:
+        return state_of(self.modules)
+
+    def begin(self) -> Moment:
+        return self._surroundings.cost.now()
+
+    def made_again(self, tensors: Sequence[torch.Tensor], began: Moment) -> None:
+        self._surroundings.cost.end(self.name, began)
+        own = {storage_identity(tensor) for tensor in state_tensors(self.modules) if is_plain(tensor)}
+        sizes = {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        self.stats.recomputed_bytes += sum(size for identity, size in sizes.items() if identity not in own)
+        self.stats.recomputations += 1
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], conditions: Conditions) -> Made:
+        saved: list[torch.Tensor] = []
+        backward = torch._C._current_graph_task_id()
+
+        def collect(tensor: torch.Tensor) -> KeptTensor:
+            # not what a backward inside the forward saves for itself
+            if not is_parameter(tensor) and torch._C._current_graph_task_id() == backward:
+                saved.append(tensor.detach())
+            return KeptTensor(tensor)
+
+        around = self._surroundings
+        running = around.running
+        was_running = getattr(running, "now", False)
+        running.now = True
+        try:
+            # Not module(): the hooks of others on the module itself are not part of the unit, and ran in forward.
+            with (
+                conditions.restored(),
+                around.whole(self.module),
+                around.saving(collect, KeptTensor.tensor),
+            ):
+                output = self.module.forward(*args, **kwargs)
+        finally:
+            running.now = was_running
+        return [tensor.detach() for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)], saved
+
+    def try_again(
+        self,
+        call: RecomputedCall,
+        given: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Sequence[torch.Tensor],
+    ) -> str:
+        """Why the call that has just ended could not be made again, found by doing so; empty if it can.
+
+        Args:
+            call: its forward has ended.
+            given: the arguments when it began, flat.
+            args: the arguments when it ended.
+            kwargs: those by name.
+            made: the tensors of its output.
+        """
+        leaves, structure = flatten(args, kwargs)
+        if len(leaves) != len(given) or not all(map(_is_same, leaves, given)):
+            return "something changes its arguments between its forward pre-hooks and its forward"
+        detached = [
+            cut_off(leaf, requires_grad=leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        before = call.saved()
+        try:
+            again, saved = self.forward(*unflatten(detached, structure), call.conditions)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the call itself has succeeded
+            return f"it fails when it is run again: {type(error).__name__}: {error}"
+        if len(saved) != len(before) or not all(map(same_bits, saved, before)):
+            return "it does not save the same tensors when it is run again with the same arguments"
+        if len(again) != len(made) or not all(map(same_bits, again, made)):
+            return "it does not give the same output when it is run again with the same arguments"
+        identities = [
+            (storage_identity(one), storage_identity(other)) for one, other in zip(saved, before, strict=True)
+        ]
+        from_arguments = {storage_identity(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self.outside = frozenset(
+            n for n, (one, two) in enumerate(identities) if one == two and one not in from_arguments
+        )
+        self._tried.add(call.conditions.training)
+        return ""
+
+
+def _is_same(one: object, other: object) -> bool:
+    """The same object, or two tensors over the same memory, as backward hooks on a module make them."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return storage_identity(one) == storage_identity(other) and Layout.of(one) == Layout.of(other)
+    return one is other
