@@ -34,8 +34,12 @@ class Adapter(Protocol):
     def release_engine_buffers(self) -> None:
         """The engine is to let go of activations that it keeps beyond their use."""
 
-    def whole(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """In it ``module.forward`` may run, in backward too: its parameters are there, and none goes that was there."""
+    @property
+    def whole(self) -> Callable[[nn.Module], AbstractContextManager[Any]]:
+        """In ``whole(module)`` its forward may run, in backward too: its parameters are there, and none goes that was.
+
+        Graphs hold this function, so it holds neither engine nor module.
+        """
 
     def on_destroy(self, detach: Callable[[], None]) -> None:
         """``detach`` is to be called when the engine is destroyed."""

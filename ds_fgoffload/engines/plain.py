@@ -26,8 +26,9 @@ class PlainAdapter:
     def release_engine_buffers(self) -> None:
         pass
 
-    def whole(self, _module: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
+    @property
+    def whole(self) -> Callable[[nn.Module], AbstractContextManager[Any]]:
+        return nullcontext
 
     def on_destroy(self, detach: Callable[[], None]) -> None:
         pass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -45,12 +47,9 @@ class ZeroAdapter:
     def release_engine_buffers(self) -> None:
         pass
 
-    def whole(self, module: nn.Module) -> AbstractContextManager[Any]:
-        optimizer = self._engine.optimizer
-        partitioning = getattr(optimizer, "parameter_offload", optimizer)  # ZeRO-3 without an optimizer: it itself
-        if not hasattr(partitioning, "pre_sub_module_forward_function"):
-            return nullcontext()
-        return _gathered(module, partitioning)
+    @property
+    def whole(self) -> Callable[[nn.Module], AbstractContextManager[Any]]:
+        return partial(_whole, weakref.ref(self._engine))
 
     def on_destroy(self, detach: Callable[[], None]) -> None:
         engine = self._engine
@@ -81,6 +80,15 @@ class ZeroAdapter:
     def release(self) -> None:
         self._engine.__dict__.pop("destroy", None)
         self._engine.__dict__.pop("_take_model_step", None)
+
+
+def _whole(held: weakref.ref[DeepSpeedEngine], module: nn.Module) -> AbstractContextManager[Any]:
+    engine = held()
+    optimizer = None if engine is None else engine.optimizer
+    partitioning = getattr(optimizer, "parameter_offload", optimizer)  # ZeRO-3 without an optimizer: it itself
+    if not hasattr(partitioning, "pre_sub_module_forward_function"):
+        return nullcontext()
+    return _gathered(module, partitioning)
 
 
 _RUNNING_AGAIN = -1

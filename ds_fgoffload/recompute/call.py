@@ -22,6 +22,7 @@ from ds_fgoffload.device.streams import Streams
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.recompute.conditions import Conditions
 from ds_fgoffload.recompute.purity import objection_to
+from ds_fgoffload.recompute.read_state import CHANGED, REPLACED, State
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage, changed_in_place
 from ds_fgoffload.saved.tensors import Layout, is_parameter, is_plain, signature, storage_identity
 from ds_fgoffload.saved.transfer import drop_memory
@@ -143,8 +144,11 @@ class Runner(Protocol):
     lock: Any
     is_cheap: bool
 
-    def state(self) -> object:
-        """Differs when a parameter or buffer of the unit does."""
+    def state(self) -> State:
+        """Differs when something that the forward reads does."""
+
+    def difference(self, before: State) -> str:
+        """What differs from a state before, in words."""
 
     def begin(self) -> Any:
         """A call begins to run again; what is returned goes to :meth:`made_again`."""
@@ -189,8 +193,8 @@ class RecomputedCall:
         self._outputs_count = 0
 
     @property
-    def state(self) -> object:
-        """The state of the unit's own tensors before the forward."""
+    def state(self) -> State:
+        """What the forward was to read, before it ran."""
         return self._state
 
     @property
@@ -258,7 +262,7 @@ class RecomputedCall:
 
         Raises:
             RuntimeError: a parameter or buffer of the unit was changed in place since.
-            OffloadStateError: the forward did not do the same again.
+            OffloadStateError: something else that the forward reads has changed, or it did not do the same again.
         """
         runner, streams = self._runner, self._runner.streams
         current = streams.compute()
@@ -266,11 +270,7 @@ class RecomputedCall:
             if current != self._stream:
                 streams.wait(self._stream, streams.fence(current))
             if runner.state() != self._state:
-                raise RuntimeError(
-                    f"{shown(runner.name)} cannot be recomputed in backward: one of its parameters or buffers has been "
-                    "modified by an inplace operation since its forward; run backward before, or take it out of "
-                    "fine_grained_offload.recompute"
-                )
+                raise _changed(runner, self._state)
             leaves = [leaf.tensor() if isinstance(leaf, Argument) else leaf for leaf in self._leaves]
             began = runner.begin()
             args, kwargs = unflatten(leaves, self._structure)
@@ -323,3 +323,24 @@ class RecomputedCall:
         self._promises = tuple([reference for reference in self._promises if reference() is not None])
         given = {storage_identity(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         return [tensor for tensor in filled if storage_identity(tensor) not in given]
+
+
+def _changed(runner: Runner, before: State) -> RuntimeError:
+    """Why a forward cannot run again: autograd's own error for what autograd itself refuses, else ours."""
+    name, difference = shown(runner.name), runner.difference(before)
+    if difference == CHANGED:
+        return RuntimeError(
+            f"{name} cannot be recomputed in backward: one of its parameters or buffers has been modified by an "
+            "inplace operation since its forward; run backward before, or take it out of fine_grained_offload.recompute"
+        )
+    if difference == REPLACED:
+        return OffloadStateError(
+            f"{name} cannot be recomputed in backward: one of its parameters or buffers is another tensor now than in "
+            "its forward (torch.func.functional_call, load_state_dict(assign=True), or an assignment in between); run "
+            "backward before, or take it out of fine_grained_offload.recompute"
+        )
+    return OffloadStateError(
+        f"{name} cannot be recomputed in backward: {difference} has changed since its forward, and the gradients would "
+        "be those of another function; run backward before the change, or take it out of "
+        "fine_grained_offload.recompute"
+    )

@@ -30,10 +30,9 @@ class Conditions:
         device: the one that is trained on.
     """
 
-    __slots__ = ("_autocasts", "_cache_enabled", "_device", "_modules", "_random", "training")
+    __slots__ = ("_autocasts", "_cache_enabled", "_device", "_random", "training")
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        self._modules = modules
         self._device = device
         self.training = training_flags(modules)
         self._autocasts = tuple(
@@ -52,18 +51,18 @@ class Conditions:
             self._random = None
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """All is as it was, with gradients enabled; afterwards as it is now."""
+    def restored(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """All is as it was, with gradients enabled; afterwards as it is now. ``modules`` are those of the beginning."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for kind, enabled, dtype in self._autocasts:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache_enabled)
                 )
-            now = training_flags(self._modules)
+            now = training_flags(modules)
             if now != self.training:
-                stack.callback(_set_training_flags, self._modules, now)
-                _set_training_flags(self._modules, self.training)
+                stack.callback(_set_training_flags, modules, now)
+                _set_training_flags(modules, self.training)
             if self._random is not None:
                 stack.callback(set_random_states, self._device, random_states(self._device))
                 set_random_states(self._device, self._random)

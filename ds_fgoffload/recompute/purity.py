@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fgoffload.saved.tensors import is_plain, same_bits, version_of
+from ds_fgoffload.recompute.read_state import OF_DEEPSPEED
+from ds_fgoffload.saved.tensors import is_plain, same_bits
 
 _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout,
               torch.memory_format, torch.Size, slice, type)  # fmt: skip
 _NO_TENSORS = frozenset({NoneType, bool, int, float, str, tuple, list, dict, set, OrderedDict})
-_OF_DEEPSPEED = ("ds_", "_ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn")
-"""Attributes that ZeRO-3 sets on modules as they run, for itself."""
 
 
 class Traces:
@@ -40,11 +39,6 @@ class Traces:
                 if name not in held or name not in holds or _differ(held[name], holds[name]):
                     return f"its forward sets the attribute {name} of {type(module).__name__}"
         return None
-
-
-def state_of(modules: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Identity and version of each parameter and buffer: two states are equal if no tensor was changed in place."""
-    return tuple([number for tensor in state_tensors(modules) for number in (id(tensor), version_of(tensor))])
 
 
 def state_tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
@@ -79,7 +73,7 @@ def _named_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Te
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if not name.startswith(_OF_DEEPSPEED):
+        if not name.startswith(OF_DEEPSPEED):
             yield name, value
 
 

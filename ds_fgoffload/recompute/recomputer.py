@@ -18,6 +18,7 @@ from ds_fgoffload.compat.compiled import is_compiled
 from ds_fgoffload.recompute.call import Argument, Output, RecomputedCall, Remade, flatten
 from ds_fgoffload.recompute.conditions import Conditions
 from ds_fgoffload.recompute.purity import Traces, objection_to, state_tensors
+from ds_fgoffload.recompute.read_state import CHANGED, REPLACED
 from ds_fgoffload.recompute.unit import RecomputedUnit, Surroundings
 from ds_fgoffload.saved.tensors import is_plain, storage_identity, version_of
 from ds_fgoffload.schedule.plan import Plan
@@ -55,7 +56,11 @@ class OpenedCall:
         if objection is None:
             objection = self.call.objection()
         if objection is None and self.unit.state() != self.call.state:
-            objection = "its forward changes a parameter or buffer in place"
+            difference = self.unit.difference(self.call.state)
+            if difference in (CHANGED, REPLACED):
+                objection = "its forward changes a parameter or buffer in place"
+            else:
+                objection = f"its forward changes what it reads: {difference}"
         return objection
 
     def abandon(self) -> None:
@@ -140,6 +145,8 @@ class Recomputer:
         objection = objection_to(leaves, "it is given")
         if objection is None and any(map(is_compiled, unit.modules)):
             objection = "torch.compile has compiled it, or a module in it"
+        if objection is None and torch._C._len_torch_function_stack():
+            objection = "it runs under a torch-function mode, which backward's threads do not have"
         if objection is not None:
             self.refuse(unit, objection)
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,13 +13,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.device.streams import Streams
+from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.recompute.call import Made, RecomputedCall, cut_off, flatten, unflatten
 from ds_fgoffload.recompute.conditions import Conditions
 from ds_fgoffload.recompute.cost import Moment, RecomputeCost
-from ds_fgoffload.recompute.purity import state_of, state_tensors
+from ds_fgoffload.recompute.purity import state_tensors
+from ds_fgoffload.recompute.read_state import ReadState, State
 from ds_fgoffload.saved.saved_tensors import KeptTensor
 from ds_fgoffload.saved.tensors import Layout, is_parameter, is_plain, same_bits, storage_identity
-from ds_fgoffload.stats import UnitStats
+from ds_fgoffload.stats import UnitStats, shown
 
 SavedTensorHooks = Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], AbstractContextManager[Any]]
 """Those of autograd."""
@@ -54,10 +57,9 @@ class RecomputedUnit:
 
     def __init__(self, name: str, module: nn.Module, stats: UnitStats, surroundings: Surroundings) -> None:
         self.name = name
-        self.module = module
+        self._modules = tuple([weakref.ref(one) for one in module.modules()])
         self.stats = stats
-        self.modules = tuple(module.modules())
-        self.is_cheap = len(self.modules) == 1
+        self.is_cheap = len(self._modules) == 1
         """So are norms and activation functions, as far as can be told."""
         stats.recompute = True
         self.streams = surroundings.streams
@@ -66,13 +68,39 @@ class RecomputedUnit:
         """Saves that are tensors from elsewhere, found when the unit was tried."""
         self._surroundings = surroundings
         self._tried: set[tuple[bool, ...]] = set()
+        self._read_state = ReadState()
 
     def is_tried(self, call: RecomputedCall) -> bool:
         """A module may do something else in training than in evaluation, so each combination of flags is tried."""
         return call.conditions.training in self._tried
 
-    def state(self) -> object:
-        return state_of(self.modules)
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The module and all below it.
+
+        They are held weakly: graphs hold the unit, and a module may hold a tensor of such a graph.
+
+        Raises:
+            OffloadStateError: one of them is gone, and only a graph is left.
+        """
+        found = tuple([module for ref in self._modules if (module := ref()) is not None])
+        if len(found) != len(self._modules):
+            raise OffloadStateError(
+                f"{shown(self.name)} cannot be recomputed in backward: it, or a module in it, has been deleted or "
+                "replaced since its forward; keep the model as it is until backward has run, or take it out of "
+                "fine_grained_offload.recompute"
+            )
+        return found
+
+    @property
+    def module(self) -> nn.Module:
+        return self.modules[0]
+
+    def state(self) -> State:
+        return self._read_state.now(self.modules)
+
+    def difference(self, before: State) -> str:
+        return self._read_state.difference(self.modules, before)
 
     def begin(self) -> Moment:
         return self._surroundings.cost.now()
@@ -86,6 +114,7 @@ class RecomputedUnit:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], conditions: Conditions) -> Made:
         saved: list[torch.Tensor] = []
+        modules = self.modules
         backward = torch._C._current_graph_task_id()
 
         def collect(tensor: torch.Tensor) -> KeptTensor:
@@ -101,11 +130,11 @@ class RecomputedUnit:
         try:
             # Not module(): the hooks of others on the module itself are not part of the unit, and ran in forward.
             with (
-                conditions.restored(),
-                around.whole(self.module),
+                conditions.restored(modules),
+                around.whole(modules[0]),
                 around.saving(collect, KeptTensor.tensor),
             ):
-                output = self.module.forward(*args, **kwargs)
+                output = modules[0].forward(*args, **kwargs)
         finally:
             running.now = was_running
         return [tensor.detach() for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)], saved

@@ -17,6 +17,7 @@ Ways in which a parameter shows up here, and what tells it:
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ _LONGEST_LINK = 8
 class _Subtree(NamedTuple):
     """The parameters in one unit that need more than a look at :attr:`Eligibility._owners`."""
 
-    swapped: tuple[nn.Parameter, ...]
+    swapped: tuple[weakref.ref[nn.Parameter], ...]
     frozen: dict[tuple[int, ...], set[torch.dtype]]
 
 
@@ -84,25 +85,30 @@ class Eligibility:
     """Decides for the tensors saved in ``root``, which is trained on ``device``."""
 
     def __init__(self, root: nn.Module, min_tensor_bytes: int, device: torch.device) -> None:
-        self._root = root
+        # Graphs hold their hooks, which hold this: so nothing here holds a module or a parameter.
+        self._root = weakref.ref(root)
         self._min_tensor_bytes = min_tensor_bytes
         self._device = device
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._trained: list[bool] = []
-        self._owners: dict[int, torch.Tensor] = {}
-        self._subtrees: dict[nn.Module, _Subtree] = {}
+        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._subtrees: weakref.WeakKeyDictionary[nn.Module, _Subtree] = weakref.WeakKeyDictionary()
         self.refresh()
 
     def refresh(self) -> None:
         """Reads anew where the parameters and buffers lie. Called where a micro-batch begins."""
-        parameters, buffers = _tensors(self._root)
-        self._owners = {storage_identity(owner): owner for owner in (*buffers, *parameters) if _has_storage(owner)}
+        root = self._root()
+        if root is None:
+            return
+        parameters, buffers = _tensors(root)
+        owners = (owner for owner in (*buffers, *parameters) if _has_storage(owner))
+        self._owners = {storage_identity(owner): weakref.ref(owner) for owner in owners}
         trained = [parameter.requires_grad for parameter in parameters]
         # Not "!=" on the lists: tensors compare by element.
-        if trained != self._trained or list(map(id, parameters)) != list(map(id, self._parameters)):
+        if trained != self._trained or not _are(self._parameters, parameters):
             self._subtrees.clear()
+            self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._trained = trained
-        self._parameters = parameters  # held until the next call, so that no id above can stand for another parameter
 
     def skip_reason(self, tensor: torch.Tensor, unit: nn.Module) -> str | None:  # noqa: PLR0911
         """Why ``tensor``, saved in ``unit``, must stay on the device; ``None`` if it may leave."""
@@ -111,7 +117,7 @@ class Eligibility:
             return PARAMETER if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter) else SUBCLASS
         if tensor.device != self._device and not _is_same_device(tensor.device, self._device):
             return OTHER_DEVICE
-        if tensor.layout is not torch.strided or tensor.is_quantized or _is_lazy(tensor):
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or _is_lazy(tensor):
             return NOT_STRIDED
         try:
             storage = tensor.untyped_storage()
@@ -122,7 +128,8 @@ class Eligibility:
             return EMPTY
         if size_bytes < self._min_tensor_bytes:
             return TOO_SMALL
-        owner = self._owners.get(storage._cdata)
+        held = self._owners.get(storage._cdata)
+        owner = None if held is None else held()
         # The owner may have moved since refresh() and its former address serve another tensor now.
         if owner is not None and storage_identity(owner) == storage._cdata:
             return PARAMETER if isinstance(owner, nn.Parameter) else BUFFER
@@ -143,7 +150,13 @@ class Eligibility:
             dtypes = subtree.frozen.get(tuple(tensor.shape))
             if dtypes is not None and dtypes != {tensor.dtype}:
                 return True
-        return any(storage_identity(parameter) == address for parameter in subtree.swapped)
+        return any(
+            (parameter := held()) is not None and storage_identity(parameter) == address for held in subtree.swapped
+        )
+
+
+def _are(held: list[weakref.ref[nn.Parameter]], parameters: list[nn.Parameter]) -> bool:
+    return len(held) == len(parameters) and all(ref() is one for ref, one in zip(held, parameters, strict=True))
 
 
 def _is_same_device(one: torch.device, other: torch.device) -> bool:
@@ -197,7 +210,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 def _subtree(unit: nn.Module) -> _Subtree:
     parameters, _ = _tensors(unit)
-    swapped = tuple(p for p in parameters if hasattr(p, "ds_id"))
+    swapped = tuple(weakref.ref(p) for p in parameters if hasattr(p, "ds_id"))
     frozen: dict[tuple[int, ...], set[torch.dtype]] = {}
     for parameter in parameters:
         if not parameter.requires_grad and _has_storage(parameter):

@@ -101,7 +101,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in {torch.Tensor, nn.Parameter}
         and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 

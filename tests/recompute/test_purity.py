@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fgoffload.recompute.purity import Traces, objection_to, state_of
+from ds_fgoffload.recompute.purity import Traces, objection_to
+from ds_fgoffload.recompute.read_state import ReadState
 from ds_fgoffload.saved.tensors import is_plain, same_bits
 
 
@@ -60,13 +61,14 @@ def test_the_state_is_that_of_parameters_buffers_and_attributes():
     module = nn.Sequential(nn.BatchNorm1d(2))
     module.table = torch.zeros(2)
     modules = tuple(module.modules())
-    states = [state_of(modules)]
+    reader = ReadState()
+    states = [reader.now(modules)]
     for tensor in (module[0].weight, module[0].num_batches_tracked, module.table):
         tensor.data.add_(1)
-        assert state_of(modules) == states[-1]
+        assert reader.now(modules) == states[-1]
         with torch.no_grad():
             tensor.add_(1)
-        states.append(state_of(modules))
+        states.append(reader.now(modules))
     assert len(set(states)) == 4
 
 
