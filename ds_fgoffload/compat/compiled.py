@@ -5,12 +5,15 @@ The hooks of the very module that was compiled run outside the graph, and autogr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch._dynamo
 from torch import nn
+
+from ds_fgoffload.errors import OffloadStateError
 
 _T = TypeVar("_T")
 
@@ -43,10 +46,25 @@ class ModuleHook:
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():  # what Dynamo sees of a hook that lies in a graph
+            if torch._C._is_tracing() and torch.is_grad_enabled():
+                raise OffloadStateError(_NOT_WITH_JIT.format("torch.jit.trace"))
             self._call(*args)
+
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script asks for it first; others, which may ask too, take it for a hook without a name
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.jit"):  # noqa: SLF001
+            raise OffloadStateError(_NOT_WITH_JIT.format("torch.jit.script"))
+        raise AttributeError("__name__")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_do_nothing,)
+
+
+_NOT_WITH_JIT = (
+    "{} of a model with offloading attached: what it makes cannot call the hooks; call "
+    "ds_fgoffload.get(model).detach() before, and attach again after"
+)
 
 
 def _do_nothing(*_: Any) -> None:

@@ -89,7 +89,7 @@ class Recomputer:
         surroundings: Surroundings,
     ) -> None:
         self.units = {name: RecomputedUnit(name, modules[name], stats[name], surroundings) for name in modules}
-        self._counted = counted
+        self._counted = frozenset(counted)  # names alone: graphs hold this, and must hold no module
         self._plan = plan
         self._device = device
         self._around = surroundings

@@ -39,7 +39,7 @@ from ds_fgoffload.runtime.offloader import Offloader, Scope
 from ds_fgoffload.saved.saved_tensors import KeptTensor
 from ds_fgoffload.saved.transfer import streams_on
 from ds_fgoffload.schedule.plan import Plan
-from ds_fgoffload.stats import UnitStats
+from ds_fgoffload.stats import UnitStats, shown
 from ds_fgoffload.text.messages import warn_here
 from ds_fgoffload.text.names import abbreviated
 
@@ -198,6 +198,7 @@ class ModuleHooks:
         self._units = offloader.unit_stats
         self._only_recomputed: dict[str, None] = {}
         self._told_recomputed = False
+        self._told_hooks = False
         self._root = root
         self._root_has_returned = False
         self._root_handles: tuple[RemovableHandle, ...] = (
@@ -304,10 +305,13 @@ class ModuleHooks:
                 hooks = saved_tensors_hooks(self._keep, self._kept)
                 if not again:
                     self._note_recompute(name)
+            elif _are_the_users(_hooks_around()):
+                self._step_aside(name)
             else:
                 scope = self._offloader.open_scope(name, module)
                 hooks = saved_tensors_hooks(self._pack, self._unpack)
-            hooks.__enter__()
+            if hooks is not None:
+                hooks.__enter__()
         self._open_calls.append(OpenCall(module, scope, hooks))
 
     def _leave(self, module: nn.Module, _arguments: object, output: object) -> None:
@@ -361,7 +365,7 @@ class ModuleHooks:
 
     def _takes_what_is_saved(self) -> bool:
         """False where somebody else has put hooks around: a checkpoint counts what it sees, now and in backward."""
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
+        top = _hooks_around()
         return top is None or top[1] is self._unpack
 
     def _leave_recomputed(
@@ -370,6 +374,18 @@ class ModuleHooks:
         call = self._open_calls.close(unit)
         if call is not None and call.recomputed is not None and self._recomputer is not None:
             self._recomputer.close(call.recomputed, args, kwargs, output)
+
+    def _step_aside(self, name: str) -> None:
+        """The user's own hooks go on seeing what they saw: autograd asks the innermost alone."""
+        if name in self._units:
+            self._units[name].calls += 1
+        if not self._told_hooks:
+            self._told_hooks = True
+            self.warn(
+                f"fine_grained_offload: {shown(name)}: torch.autograd.graph.saved_tensors_hooks of your own are around "
+                "it and take what is saved there, so nothing is offloaded inside them; enter them inside a module that "
+                "is not selected, or leave them out"
+            )
 
     def _note_recompute(self, name: str) -> None:
         unit = self._units.get(name)
@@ -402,6 +418,20 @@ def recomputer_of(
     streams = streams_on(device)
     surroundings = Surroundings(streams, saved_tensors_hooks, whole, RecomputeCost(stats, streams))
     return Recomputer(modules, stats, counted, plan, device, surroundings)
+
+
+_OF_CHECKPOINTS = frozenset({"torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing"})
+
+
+def _hooks_around() -> tuple[Any, Any] | None:
+    """Autograd's two hooks that are entered now, the innermost."""
+    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
+    return top
+
+
+def _are_the_users(top: tuple[Any, Any] | None) -> bool:
+    """Neither ours nor a checkpoint's, which only counts what is saved in it."""
+    return top is not None and type(top[0]) is not Uncompiled and top[0].__module__ not in _OF_CHECKPOINTS
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import ds_fgoffload
 from ds_fgoffload.runtime.hooks import ModuleHooks
 from ds_fgoffload.saved.saved_tensors import KeptTensor
 
@@ -244,12 +245,33 @@ def test_remove_leaves_nothing_behind(recorder):
 
 def test_hooks_of_the_user_stay_where_they_were(recorder):
     theirs = []
-    model, _ = hooked(recorder, "0")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: theirs.append(t.detach()) or t.detach(), lambda t: t):
-        model(leaf())
-        leaf().exp()
-    assert recorder.take() == ["begin", "open 0", "pack 0", "close 0", "end"]
-    assert len(theirs) == 2  # tanh of the module that is no unit, and exp
+    said = []
+    model, hooks = hooked(recorder, "0")
+    hooks.warn = said.append
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: theirs.append(t.detach()) or t.detach(), lambda t: t):
+            model(leaf())
+            leaf().exp()
+        assert recorder.take() == ["begin", "end"]
+    assert len(theirs) == 2 * 3  # of the unit, of the module that is no unit, and exp
+    assert len(said) == 1
+    assert "saved_tensors_hooks of your own are around it" in said[0]
+
+
+def test_mutation_of_saved_tensors_may_be_allowed_around_a_unit():
+    def run(model):
+        x = torch.ones(4, 4)
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            y = model(x)
+            x.mul_(2)
+            y.sum().backward()
+        return model[0].weight.grad
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    plain = run(deepcopy(model))
+    ds_fgoffload.attach(model, {"modules": ["0", "1"], "min_tensor_bytes": 0})
+    assert torch.equal(run(model), plain)
 
 
 @pytest.mark.parametrize(
