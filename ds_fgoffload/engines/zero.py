@@ -109,10 +109,11 @@ def _gathered(module: nn.Module, partitioning: Any) -> Iterator[None]:
     there = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.AVAILABLE]
     for parameter in there:
         parameter.ds_active_sub_modules.add(_RUNNING_AGAIN)
-    # In forward they are there. In backward whether they are may change from step to step, which must not change what
-    # DeepSpeed records as the order of the modules.
+    # In forward they are there. In backward they may be in one step and not in the next, also those that persist
+    # (before the first step's end they do not yet). DeepSpeed records the order of the modules that fetch, and one that
+    # differs makes it give up its trace and let go of every parameter, to gather it again in autocast's dtype.
     in_backward = torch._C._current_graph_task_id() != -1
-    is_fetched = any(p.ds_status is not ZeroParamStatus.AVAILABLE or (in_backward and not p.ds_persist) for p in own)
+    is_fetched = bool(own) if in_backward else any(p.ds_status is not ZeroParamStatus.AVAILABLE for p in own)
     try:
         if is_fetched:
             partitioning.pre_sub_module_forward_function(module)

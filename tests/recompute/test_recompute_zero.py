@@ -68,6 +68,7 @@ MADE_AGAIN = {"cheap": 2 * 4, "mlp": 2 * 2, "layers": 2}
 ZERO = {
     "all partitioned": {"stage3_param_persistence_threshold": 0},
     "small ones kept": {},
+    "small ones kept, autocast": {},  # what is gathered once more comes in autocast's dtype
     "plain linear": {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False},
     "leaf mlps": {"stage3_param_persistence_threshold": 0},
     "leaf layers": {"stage3_param_persistence_threshold": 0},
@@ -92,6 +93,8 @@ def train(stage: int, bf16: bool, zero: str, section: dict[str, Any] | None) -> 
         "zero_optimization": {"stage": stage, **ZERO[zero]},
         "bf16": {"enabled": bf16},
     }
+    if zero.endswith("autocast"):
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if section is not None:
         config["fine_grained_offload"] = section
     engine = ds_fgoffload.initialize(model=model, config=config)[0]
@@ -136,6 +139,7 @@ CASES = {
     for bf16 in (False, True)
     for zero in (ZERO if stage == 3 else ["small ones kept"])
     for selection in SELECTIONS
+    if not (bf16 and zero.endswith("autocast"))  # DeepSpeed has either
 }
 
 
@@ -175,10 +179,56 @@ def compare_pipelines(bf16: bool, checkpoints: int) -> None:
     assert stats.recomputations == (0 if checkpoints else STEPS * 4 * layers * 4)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(96), nn.LayerNorm(96)
+        self.attention = nn.MultiheadAttention(96, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(96, 288), nn.SiLU(), nn.Linear(288, 96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+def losses_under_autocast(section: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Embedding(50, 96), *(Attention() for _ in range(3)), nn.Linear(96, 50))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3},
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    if section is not None:
+        config["fine_grained_offload"] = section
+    engine = ds_fgoffload.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    losses = []
+    for number in range(6):
+        seed = 1000 * deepspeed.comm.get_rank() + number
+        tokens = torch.randint(0, 50, (4, 33), generator=torch.Generator().manual_seed(seed))
+        logits = engine(tokens)[:, :-1].float().reshape(-1, 50)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.destroy()
+    return losses
+
+
+def compare_under_autocast() -> None:
+    """A trace that DeepSpeed gives up lets go of parameters that persist, and they come back in autocast's dtype."""
+    assert losses_under_autocast({"recompute": ["*.norm"]}) == losses_under_autocast(None)
+
+
+AUTOCAST = "zero3-autocast-attention"
 PIPELINES = {"pipeline-bf16": (True, 0), "pipeline-checkpointed": (False, 1)}
 DIAGONAL = {
     "zero1-bf16-cheap-small ones kept",
     "zero2-fp32-layers-small ones kept",
+    "zero3-fp32-cheap-small ones kept, autocast",
     "zero3-fp32-mlp-leaf mlps",
     "zero3-bf16-cheap-all partitioned",
     "zero3-fp32-cheap-leaf layers",
@@ -188,7 +238,9 @@ DIAGONAL = {
 
 
 def run(case: str) -> None:
-    if case in PIPELINES:
+    if case == AUTOCAST:
+        compare_under_autocast()
+    elif case in PIPELINES:
         compare_pipelines(*PIPELINES[case])
     else:
         compare(*CASES[case])
@@ -196,7 +248,7 @@ def run(case: str) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> Any:
-    return run_cases(run, {case: (case,) for case in [*sorted(DIAGONAL), *PIPELINES]})
+    return run_cases(run, {case: (case,) for case in [*sorted(DIAGONAL), AUTOCAST, *PIPELINES]})
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +257,7 @@ def all_outcomes() -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [*sorted(DIAGONAL), *PIPELINES])
+@pytest.mark.parametrize("case", [*sorted(DIAGONAL), AUTOCAST, *PIPELINES])
 def test_the_same_bits(case: str, outcomes: Any) -> None:
     outcomes[case].check()
 
