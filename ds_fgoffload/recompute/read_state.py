@@ -117,12 +117,15 @@ class _Reading:
         elif isinstance(value, list | tuple | set | frozenset | deque):
             found.append(len(value))
             for entry in value:
-                self.value(entry, label, depth - 1)
+                kind = type(entry)
+                if kind in _VALUES:
+                    found.append(kind)
+                    found.append(entry)
+                else:
+                    self.value(entry, label, depth - 1)
         elif isinstance(value, dict):
-            found.append(len(value))
-            for key, entry in value.items():
-                self.value(key, label, depth - 1)
-                self.value(entry, label, depth - 1)
+            self.value(tuple(value), label, depth)
+            self.value(tuple(value.values()), label, depth)
         elif isinstance(value, partial):
             self.value((value.func, value.args, value.keywords), label, depth)
         elif _has_attributes(kind):
@@ -130,8 +133,14 @@ class _Reading:
             if id(value) not in self._seen:  # a config that many modules share is read once
                 self._seen.add(id(value))
                 slots = {name: getattr(value, name, _MISSING) for name in _slots(kind)}
-                for name, entry in {**slots, **getattr(value, "__dict__", slots)}.items():
-                    self.value(entry, f"{label}.{name}", depth - 1)
+                attributes = getattr(value, "__dict__", slots)
+                for name, entry in ({**slots, **attributes} if slots else attributes).items():
+                    kind = type(entry)
+                    if kind in _VALUES and self.labels is None:  # nearly all, without a call for each
+                        found.append(kind)
+                        found.append(entry)
+                    else:
+                        self.value(entry, label if self.labels is None else f"{label}.{name}", depth - 1)
         else:
             found.append(id(value))
         self._name(label)
@@ -141,7 +150,7 @@ class _Reading:
         attributes = module.__dict__
         label = ""
         for name, value in attributes.items():
-            if name in _OF_TORCH or name.startswith(OF_DEEPSPEED):
+            if name in _OF_TORCH or (name[0] in "_dap" and name.startswith(OF_DEEPSPEED)):
                 continue
             if self.labels is not None:
                 label = f"the attribute {name} of a {type(module).__name__}"
