@@ -22,9 +22,9 @@ from rich.table import Table
 
 from benchmarks.measure import GIB, save
 from ds_fgoffload.device.streams import make_streams
-from ds_fgoffload.host_pool import slabs as region
-from ds_fgoffload.host_pool.free_ranges import ALIGNMENT_BYTES, rounded_up
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory import slabs as region
+from ds_fgoffload.host_memory.free_ranges import ALIGNMENT_BYTES, rounded_up
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 
 LAYERS, WARM_UP_STEPS = 24, 60
 ON_GPU = torch.cuda.is_available()

@@ -39,7 +39,7 @@ def commands() -> None:
 
 def pools() -> None:
     from ds_fgoffload.cli import top
-    from ds_fgoffload.host_pool import node_ledger as ledger
+    from ds_fgoffload.host_memory import node_ledger as ledger
 
     gib = 1 << 30
     with tempfile.TemporaryDirectory() as folder:

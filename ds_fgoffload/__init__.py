@@ -5,7 +5,7 @@ Start reading at :mod:`ds_fgoffload.runtime.hooks`; docs/architecture.md follows
 
 from ds_fgoffload.api import Attachment, attach, get, initialize
 from ds_fgoffload.errors import HostPoolError, OffloadConfigError, OffloadStateError
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolStats, host_pool
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolStats, host_pool
 from ds_fgoffload.stats import OffloadStats, UnitStats
 
 __all__ = [

@@ -17,7 +17,7 @@ from ds_fgoffload.device.streams import accelerator_device
 from ds_fgoffload.engines.adapter import Adapter, adapt
 from ds_fgoffload.engines.checkpoints import UnseenCheckpoints
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
-from ds_fgoffload.host_pool.pool import HostPoolSettings, host_pool
+from ds_fgoffload.host_memory.pool import HostPoolSettings, host_pool
 from ds_fgoffload.planning.planner import Wish
 from ds_fgoffload.reporting.report import RankCounts, render
 from ds_fgoffload.reporting.step_file import StepFile

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from ds_fgoffload.device.pinning import allocate_pinned
 from ds_fgoffload.device.streams import Streams, accelerator_device, make_streams
-from ds_fgoffload.host_pool.budget import cgroup_rooms, local_ranks, memlock_bytes, pin_remedy, room
-from ds_fgoffload.host_pool.slabs import Region
+from ds_fgoffload.host_memory.budget import cgroup_rooms, local_ranks, memlock_bytes, pin_remedy, room
+from ds_fgoffload.host_memory.slabs import Region
 from ds_fgoffload.text.sizes import human
 
 _GIB = 1 << 30

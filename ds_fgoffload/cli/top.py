@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ds_fgoffload.host_pool.node_ledger import NodeEntry, read_node
+from ds_fgoffload.host_memory.node_ledger import NodeEntry, read_node
 from ds_fgoffload.text.sizes import human
 
 _BAR = 20

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ds_fgoffload.device.streams import Fence, Streams
-from ds_fgoffload.host_pool.lease import Lease
+from ds_fgoffload.host_memory.lease import Lease
 from ds_fgoffload.profiling.profile import Passed, Recording
 from ds_fgoffload.profiling.reads import Reads
 from ds_fgoffload.profiling.recording import StepRecording

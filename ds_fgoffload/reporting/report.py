@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_fgoffload.host_pool.pool import HostPoolStats
+from ds_fgoffload.host_memory.pool import HostPoolStats
 from ds_fgoffload.saved.eligibility import TOO_SMALL
 from ds_fgoffload.stats import OffloadStats, UnitStats, add_up, rate_gb_s, shown
 from ds_fgoffload.text.names import families

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ds_fgoffload.host_pool.lease import Account
-from ds_fgoffload.host_pool.pool import host_pool
+from ds_fgoffload.host_memory.lease import Account
+from ds_fgoffload.host_memory.pool import host_pool
 from ds_fgoffload.reporting.report import RankCounts
 from ds_fgoffload.stats import RoundStats, UnitStats, counted, total
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.errors import HostPoolError
-from ds_fgoffload.host_pool.pool import HostPool, PoolUser
+from ds_fgoffload.host_memory.pool import HostPool, PoolUser
 from ds_fgoffload.planning.planner import Wish
 from ds_fgoffload.planning.tuner import Tuner
 from ds_fgoffload.saved.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_fgoffload.device.streams import Fence, Streams, make_streams
-from ds_fgoffload.host_pool.pool import Lease
+from ds_fgoffload.host_memory.pool import Lease
 from ds_fgoffload.profiling.recorder import Recorder
 from ds_fgoffload.profiling.round_times import Direction
 from ds_fgoffload.saved.tensors import WeakStorage, storage_bytes

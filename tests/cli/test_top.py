@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ds_fgoffload.cli import main as cli
 from ds_fgoffload.cli import top
-from ds_fgoffload.host_pool import node_ledger as ledger
+from ds_fgoffload.host_memory import node_ledger as ledger
 
 MIB = 1 << 20
 

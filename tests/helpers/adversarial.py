@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.planning import tuner as tuner_module
 from ds_fgoffload.planning.planner import Wish
 from ds_fgoffload.runtime import offloader as offloader_module

@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fgoffload.device.streams import Fence
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.planning.planner import Wish
 from ds_fgoffload.runtime.hooks import ModuleHooks
 from ds_fgoffload.runtime.offloader import Offloader

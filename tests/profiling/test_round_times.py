@@ -13,7 +13,7 @@ import ds_fgoffload
 from ds_fgoffload import api
 from ds_fgoffload.device.streams import Fence
 from ds_fgoffload.errors import OffloadStateError
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.planning.planner import Wish
 from ds_fgoffload.profiling.recording import StepRecording
 from ds_fgoffload.profiling.round_times import Wait, wait_spans

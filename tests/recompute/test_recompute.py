@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import ds_fgoffload
 from ds_fgoffload.device.streams import SynchronousStreams
 from ds_fgoffload.errors import OffloadStateError
-from ds_fgoffload.host_pool import pool as pool_module
-from ds_fgoffload.host_pool.pool import HostPool
+from ds_fgoffload.host_memory import pool as pool_module
+from ds_fgoffload.host_memory.pool import HostPool
 from ds_fgoffload.recompute import cost as recompute_cost
 
 WIDTH = 16

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fgoffload.host_pool.pool import HostPoolStats
+from ds_fgoffload.host_memory.pool import HostPoolStats
 from ds_fgoffload.reporting.report import RankCounts, render
 from ds_fgoffload.stats import OffloadStats, Planned, ReadDelay, RoundStats, UnitStats, shown, total
 from ds_fgoffload.text.sizes import human

@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import functional_call
 
 import ds_fgoffload
-from ds_fgoffload.host_pool import pool as pool_module
-from ds_fgoffload.host_pool.pool import HostPool
+from ds_fgoffload.host_memory import pool as pool_module
+from ds_fgoffload.host_memory.pool import HostPool
 
 WIDTH = 32
 

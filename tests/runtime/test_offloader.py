@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_fgoffload.device.streams import SynchronousStreams
 from ds_fgoffload.errors import HostPoolError
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.runtime import offloader as offloader_module
 from ds_fgoffload.runtime.offloader import Offloader
 from ds_fgoffload.saved.eligibility import Eligibility

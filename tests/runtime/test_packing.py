@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ds_fgoffload
-from ds_fgoffload.host_pool import pool as pool_module
-from ds_fgoffload.host_pool.pool import HostPool
+from ds_fgoffload.host_memory import pool as pool_module
+from ds_fgoffload.host_memory.pool import HostPool
 
 UNITS = 32
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_fgoffload.device.streams import SynchronousStreams
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage
 from ds_fgoffload.saved.tensors import Layout
 from ds_fgoffload.saved.transfer import Death, Parcel, State, Transfer

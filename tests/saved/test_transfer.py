@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from ds_fgoffload.host_pool.pool import Lease
+from ds_fgoffload.host_memory.pool import Lease
 from ds_fgoffload.planning import planner, tuner
 from ds_fgoffload.saved import transfer as transfer_module
 from ds_fgoffload.saved.transfer import Parcel, State, Transfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.planning.planner import Wish
 from ds_fgoffload.reporting.report import RankCounts, render
 from ds_fgoffload.reporting.step_log import StepLog

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fgoffload.host_pool import node_ledger as ledger_file
-from ds_fgoffload.host_pool.node_ledger import Ledger, read_node
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings
+from ds_fgoffload.host_memory import node_ledger as ledger_file
+from ds_fgoffload.host_memory.node_ledger import Ledger, read_node
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 
 KIB, MIB = 1 << 10, 1 << 20
 NODE_BYTES = 48 * MIB

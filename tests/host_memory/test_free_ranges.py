@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_fgoffload.host_pool.free_ranges import Arena, Range, slab_sizes
+from ds_fgoffload.host_memory.free_ranges import Arena, Range, slab_sizes
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -25,8 +25,8 @@ import torch
 from deepspeed.utils import logger
 
 from ds_fgoffload.device.pinning import allocate_pinned, pci_address, register_host, unpin_unused_host, unregister_host
-from ds_fgoffload.host_pool.budget import Budget, HostPoolSettings, Refusal, mib, pin_remedy
-from ds_fgoffload.host_pool.free_ranges import rounded_up, slab_sizes
+from ds_fgoffload.host_memory.budget import Budget, HostPoolSettings, Refusal, mib, pin_remedy
+from ds_fgoffload.host_memory.free_ranges import rounded_up, slab_sizes
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20

@@ -12,13 +12,13 @@ from deepspeed.utils import logger
 from torch import nn
 
 import ds_fgoffload
-from ds_fgoffload.host_pool import budget as budget_module
-from ds_fgoffload.host_pool import pool as pool_module
-from ds_fgoffload.host_pool import slabs as region_module
-from ds_fgoffload.host_pool import slabs as supply_module
-from ds_fgoffload.host_pool.budget import Room
-from ds_fgoffload.host_pool.node_ledger import DIRECTORY_VARIABLE, Ledger, read_node
-from ds_fgoffload.host_pool.pool import HostPool
+from ds_fgoffload.host_memory import budget as budget_module
+from ds_fgoffload.host_memory import pool as pool_module
+from ds_fgoffload.host_memory import slabs as region_module
+from ds_fgoffload.host_memory import slabs as supply_module
+from ds_fgoffload.host_memory.budget import Room
+from ds_fgoffload.host_memory.node_ledger import DIRECTORY_VARIABLE, Ledger, read_node
+from ds_fgoffload.host_memory.pool import HostPool
 from ds_fgoffload.runtime import offloader as offloader_module
 
 MIB = 1 << 20
@@ -133,7 +133,7 @@ def test_every_engine_has_its_account_and_its_quota(pool, warnings, model, expec
 
 SCRIPT = """
 import sys, torch, ds_fgoffload
-from ds_fgoffload.host_pool.node_ledger import read_node
+from ds_fgoffload.host_memory.node_ledger import read_node
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
 ds_fgoffload.attach(model, {"modules": ["*"], "min_tensor_bytes": 0})
 loss = model(torch.randn(512, 64)).sum()

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 from ds_fgoffload.errors import OffloadConfigError
-from ds_fgoffload.host_pool.node_ledger import Ledger, LedgerBusyError, LedgerError, NodeEntry
+from ds_fgoffload.host_memory.node_ledger import Ledger, LedgerBusyError, LedgerError, NodeEntry
 
 V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("", "memory.max", "memory.current", "inactive_file")

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable
 
 from ds_fgoffload.device.streams import Fence, latest
-from ds_fgoffload.host_pool.free_ranges import ALIGNMENT_BYTES, LARGEST_SLAB_BYTES, Arena, Range, rounded_up
-from ds_fgoffload.host_pool.lease import Account, Lease, Note
-from ds_fgoffload.host_pool.slabs import PAGE_BYTES, Slab, Supply
+from ds_fgoffload.host_memory.free_ranges import ALIGNMENT_BYTES, LARGEST_SLAB_BYTES, Arena, Range, rounded_up
+from ds_fgoffload.host_memory.lease import Account, Lease, Note
+from ds_fgoffload.host_memory.slabs import PAGE_BYTES, Slab, Supply
 
 
 class Books:

@@ -2,7 +2,7 @@
 
 The bottom of the host pool's budget: before a pool takes a slab it writes here that it will, unless the sum over the
 node would exceed the budget; after it has given a slab back it writes that. The file lies in shared memory. Nothing
-stays open, nothing is mapped, and the last pool that leaves removes it (:mod:`~ds_fgoffload.host_pool.node_ledger`).
+stays open, nothing is mapped, and the last pool that leaves removes it (:mod:`~ds_fgoffload.host_memory.node_ledger`).
 
 
 The file of the node's ledger: rows of fixed size, opened for each look and closed after it, under a lock.

@@ -12,14 +12,14 @@ from deepspeed.utils import logger
 from ds_fgoffload.device.pinning import register_host
 from ds_fgoffload.device.streams import Fence, make_streams
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
-from ds_fgoffload.host_pool import budget as budget_module
-from ds_fgoffload.host_pool import pool as pool_module
-from ds_fgoffload.host_pool import slabs as region_module
-from ds_fgoffload.host_pool import slabs as supply_module
-from ds_fgoffload.host_pool.budget import Budget, Room
-from ds_fgoffload.host_pool.lease import Account
-from ds_fgoffload.host_pool.node_ledger import Ledger
-from ds_fgoffload.host_pool.pool import HostPool, HostPoolSettings, host_pool
+from ds_fgoffload.host_memory import budget as budget_module
+from ds_fgoffload.host_memory import pool as pool_module
+from ds_fgoffload.host_memory import slabs as region_module
+from ds_fgoffload.host_memory import slabs as supply_module
+from ds_fgoffload.host_memory.budget import Budget, Room
+from ds_fgoffload.host_memory.lease import Account
+from ds_fgoffload.host_memory.node_ledger import Ledger
+from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings, host_pool
 from ds_fgoffload.saved.transfer import Transfer
 from ds_fgoffload.stats import UnitStats
 

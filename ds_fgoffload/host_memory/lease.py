@@ -9,7 +9,7 @@ import torch
 
 from ds_fgoffload.device.streams import Fence
 from ds_fgoffload.errors import OffloadStateError
-from ds_fgoffload.host_pool.free_ranges import Range
+from ds_fgoffload.host_memory.free_ranges import Range
 
 
 @dataclass

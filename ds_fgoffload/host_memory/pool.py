@@ -1,9 +1,9 @@
 """This rank's host memory: a tensor leases its block here before it is copied out, and gives it back when it has died.
 
-Memory comes from the system in slabs, which are kept from step to step; :mod:`~ds_fgoffload.host_pool.free_ranges`
+Memory comes from the system in slabs, which are kept from step to step; :mod:`~ds_fgoffload.host_memory.free_ranges`
 knows what is free in them. A block carries the fences of its last uses: its next user waits for them on the device, so
-that nothing waits on the host in a step. Below this file: :mod:`~ds_fgoffload.host_pool.allocator` lends,
-:mod:`~ds_fgoffload.host_pool.slabs` deals with the system, :mod:`~ds_fgoffload.host_pool.housekeeping` does in the
+that nothing waits on the host in a step. Below this file: :mod:`~ds_fgoffload.host_memory.allocator` lends,
+:mod:`~ds_fgoffload.host_memory.slabs` deals with the system, :mod:`~ds_fgoffload.host_memory.housekeeping` does in the
 background what would take time in a step.
 
 
@@ -30,12 +30,12 @@ from deepspeed.utils import logger
 
 from ds_fgoffload.device.streams import accelerator_device, accelerator_is_cpu, on_device
 from ds_fgoffload.errors import OffloadStateError
-from ds_fgoffload.host_pool.allocator import Stock
-from ds_fgoffload.host_pool.budget import Budget, HostPoolSettings, mib
-from ds_fgoffload.host_pool.housekeeping import Keeper
-from ds_fgoffload.host_pool.lease import Account, Lease
-from ds_fgoffload.host_pool.node_ledger import Ledger
-from ds_fgoffload.host_pool.slabs import PAGE_BYTES, Region, Supply
+from ds_fgoffload.host_memory.allocator import Stock
+from ds_fgoffload.host_memory.budget import Budget, HostPoolSettings, mib
+from ds_fgoffload.host_memory.housekeeping import Keeper
+from ds_fgoffload.host_memory.lease import Account, Lease
+from ds_fgoffload.host_memory.node_ledger import Ledger
+from ds_fgoffload.host_memory.slabs import PAGE_BYTES, Region, Supply
 from ds_fgoffload.text.messages import warn
 
 
@@ -89,7 +89,7 @@ class PoolUser:
         self._is_there = True
 
     def lease(self, size_bytes: int) -> Lease | None:
-        """As :meth:`~ds_fgoffload.host_pool.pool.HostPool.lease`, within this user's quota."""
+        """As :meth:`~ds_fgoffload.host_memory.pool.HostPool.lease`, within this user's quota."""
         account, quota_bytes = self.account, self.account.quota_bytes
         if quota_bytes is not None and account.leased_bytes + size_bytes > quota_bytes:
             account.leased_bytes = self._pool.stats().engines[self.name].leased_bytes  # with what came back meanwhile

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ds_fgoffload.device.streams import Fence
-from tests.host_pool.test_pool import GIB, KIB, MIB, Event, System, make_pool
+from tests.host_memory.test_pool import GIB, KIB, MIB, Event, System, make_pool
 
 
 @pytest.mark.timeout(20)

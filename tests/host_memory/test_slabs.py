@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fgoffload.host_pool import slabs as region_module
-from ds_fgoffload.host_pool.slabs import HUGE_PAGE_BYTES, PAGE_BYTES, Region, Slab, near_processors, touch
+from ds_fgoffload.host_memory import slabs as region_module
+from ds_fgoffload.host_memory.slabs import HUGE_PAGE_BYTES, PAGE_BYTES, Region, Slab, near_processors, touch
 
 KIB, MIB = 1 << 10, 1 << 20
 

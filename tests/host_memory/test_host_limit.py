@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from ds_fgoffload.host_pool import budget as host_limit
-from ds_fgoffload.host_pool.budget import Room, cgroup_rooms, local_ranks, memlock_bytes, pin_remedy, room
+from ds_fgoffload.host_memory import budget as host_limit
+from ds_fgoffload.host_memory.budget import Room, cgroup_rooms, local_ranks, memlock_bytes, pin_remedy, room
 
 MIB, GIB = 1 << 20, 1 << 30
 

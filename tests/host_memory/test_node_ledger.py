@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_fgoffload.host_pool import node_ledger as ledger_file
-from ds_fgoffload.host_pool import node_ledger as ledger_module
-from ds_fgoffload.host_pool.node_ledger import Ledger, LedgerError, default_path, read_node
+from ds_fgoffload.host_memory import node_ledger as ledger_file
+from ds_fgoffload.host_memory import node_ledger as ledger_module
+from ds_fgoffload.host_memory.node_ledger import Ledger, LedgerError, default_path, read_node
 
 MIB = 1 << 20
 
