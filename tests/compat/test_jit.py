@@ -5,8 +5,15 @@ import torch
 from torch import nn
 
 import ds_fgoffload
+from ds_fgoffload.host_memory import pool as pool_module
+from ds_fgoffload.host_memory.pool import HostPool
 
 SECTIONS = [{"modules": ["0"], "min_tensor_bytes": 0}, {"recompute": ["1"], "min_tensor_bytes": 0}]
+
+
+@pytest.fixture(autouse=True)
+def _own_pool(monkeypatch):
+    monkeypatch.setattr(pool_module, "_POOL", HostPool())
 
 
 @pytest.fixture(params=SECTIONS, ids=["offload", "recompute"])

@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import ds_fgoffload
 from ds_fgoffload.errors import OffloadStateError
+from ds_fgoffload.host_memory import pool as pool_module
+from ds_fgoffload.host_memory.pool import HostPool
 from ds_fgoffload.recompute.read_state import ReadState
 
 SCALE = 1.0
@@ -84,6 +86,11 @@ CHANGES = {
     "load_state_dict\\(assign=True\\)": lambda unit: unit.load_state_dict(deepcopy(unit.state_dict()), assign=True),
     "default of torch": lambda _unit: torch.set_default_dtype(torch.float64),
 }
+
+
+@pytest.fixture(autouse=True)
+def _own_pool(monkeypatch):
+    monkeypatch.setattr(pool_module, "_POOL", HostPool())
 
 
 @pytest.fixture(autouse=True)

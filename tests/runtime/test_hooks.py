@@ -270,8 +270,9 @@ def test_mutation_of_saved_tensors_may_be_allowed_around_a_unit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     plain = run(deepcopy(model))
-    ds_fgoffload.attach(model, {"modules": ["0", "1"], "min_tensor_bytes": 0})
+    attachment = ds_fgoffload.attach(model, {"modules": ["0", "1"], "min_tensor_bytes": 0})
     assert torch.equal(run(model), plain)
+    attachment.detach()
 
 
 @pytest.mark.parametrize(

@@ -317,12 +317,12 @@ def test_memory_that_was_a_parameters_is_an_activations_now() -> None:
     linear = nn.Linear(64, 64, bias=False)
     eligibility = Eligibility(linear, 0, CPU)
     stale = linear.weight.untyped_storage()._cdata
+    held: list[torch.Tensor] = []  # what was given out stays, so that the address comes back in the end
+    linear.weight.data = torch.randn(64, 64)
+    gc.collect()
     for _ in range(200):
-        old, linear.weight.data = linear.weight.data, torch.randn(64, 64)
-        del old
-        gc.collect()
-        tensors = [torch.randn(64, 64) for _ in range(20)]
-        reused = [t for t in tensors if t.untyped_storage()._cdata == stale]
+        held += [torch.randn(64, 64) for _ in range(50)]
+        reused = [t for t in held[-50:] if t.untyped_storage()._cdata == stale]
         if reused:
             assert eligibility.skip_reason(reused[0], linear) is None
             return
