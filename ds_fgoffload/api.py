@@ -16,6 +16,7 @@ from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section,
 from ds_fgoffload.device.streams import accelerator_device
 from ds_fgoffload.engines.adapter import Adapter, adapt
 from ds_fgoffload.engines.checkpoints import UnseenCheckpoints
+from ds_fgoffload.engines.fsdp import refuse_sharded
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.host_memory.pool import HostPoolSettings, host_pool
 from ds_fgoffload.planning.planner import Wish
@@ -272,6 +273,7 @@ def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Sel
         return selection.Selection({}, {}, {})
     chosen, findings = selection.match(adapter.root, config.modules, config.exclude, config.recompute)
     selection.check([findings] if adapter.ranks_hold_same_modules else adapter.gather(findings))
+    refuse_sharded(chosen.recomputed)
     for note in chosen.notes:
         warn(f"{SECTION}: {note}")
     return chosen
