@@ -29,8 +29,8 @@ def refuse_sharded(recomputed: Mapping[str, nn.Module]) -> None:
     ]
     if sharded:
         raise OffloadConfigError(
-            f"{SECTION}.recompute: {abbreviated(name or 'the root' for name in sharded)}: sharded by FSDP (fully_shard) "
-            "or with a module in it that is, and its parameters may not be there when it has to run again in backward; "
-            'name modules inside what is sharded (norms, activation functions), put it into "modules", or use '
+            f"{SECTION}.recompute: {abbreviated(name or 'the root' for name in sharded)}: sharded by FSDP, or with a "
+            "module in it that is, and its parameters may not be there when it has to run again in backward; name "
+            'modules inside what is sharded (norms, activation functions), put it into "modules", or use '
             "torch.utils.checkpoint for it"
         )
