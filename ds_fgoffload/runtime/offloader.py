@@ -1,9 +1,7 @@
 """The runtime of one attachment: what the hooks see becomes events for the schedule, and its acts are carried out here.
 
-Autograd calls in from the forward thread and from its own backward threads; one lock serialises them.
-
-
-One call of a unit in one micro-batch: whose saved tensors these are, and the site each of them is saved at.
+A :class:`Scope` is one call of a unit in one micro-batch; it gives each saved tensor its site. Autograd calls in from
+the forward thread and from its own backward threads; one lock serialises them.
 """
 
 from __future__ import annotations
