@@ -4,8 +4,9 @@
 closes them when they do, or when something goes wrong; :class:`Packing` says what autograd holds of a tensor that it
 saves: in a unit, in a recomputed one, as its argument, and elsewhere.
 
-The only importer of ``torch.autograd.graph``. Around a unit under ``recompute`` it stands in the innermost place, next
-to the module's own ``forward``; around the root's forward it looks for saves of what such units have given.
+With ``inspection/watcher.py``, which moves nothing, the only importer of ``torch.autograd.graph``. Around a unit under
+``recompute`` it stands in the innermost place, next to the module's own ``forward``; around the root's forward it looks
+for saves of what such units have given.
 """
 
 from __future__ import annotations
