@@ -197,7 +197,7 @@ def growth(size_bytes: int) -> dict[str, float]:
         pool = HostPool(HostPoolSettings(2 * size_bytes), background=False)
         begin = time.perf_counter()
         for _ in range(size_bytes // GIB):
-            assert pool._stock.grow(lambda: GIB), pool.last_refusal
+            assert pool._allocator.grow(lambda: GIB), pool.last_refusal
         seconds = time.perf_counter() - begin
     finally:
         region.touch, region.register_host = originals

@@ -11,8 +11,8 @@ PAGE = Path(__file__).parent / "aliases.md"
 INTRODUCTION = """# Aliases
 
 `@alias` in `modules` or `exclude` stands for a part of each decoder layer, by the family's own names. Made from
-`ds_fgoffload/families.py` by `python docs/make_aliases.py`. The tests build every family of the installed transformers
-and check each name.
+`ds_fgoffload/selection/families.py` by `python docs/make_aliases.py`. The tests build every family of the installed
+transformers and check each name.
 
 | alias | means |
 |---|---|

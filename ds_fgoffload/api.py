@@ -19,7 +19,7 @@ from ds_fgoffload.engines.checkpoints import UnseenCheckpoints
 from ds_fgoffload.engines.fsdp import refuse_sharded
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.host_memory.pool import HostPoolSettings, host_pool
-from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.reporting.report import RankCounts, render
 from ds_fgoffload.reporting.step_file import StepFile
 from ds_fgoffload.reporting.step_log import StepLog
@@ -32,7 +32,7 @@ from ds_fgoffload.schedule.plan import Action, Plan
 from ds_fgoffload.selection import patterns as selection
 from ds_fgoffload.stats import OffloadStats
 from ds_fgoffload.text.messages import printable, rank, show, warn, warn_here
-from ds_fgoffload.text.sentences import plan_told
+from ds_fgoffload.text.sentences import plan_sentence
 
 _ATTRIBUTE = "_ds_fgoffload"
 
@@ -67,7 +67,7 @@ class Attachment:
             transfer,
             pool_user,
             raise_when_full=config.host_pool.on_full == "error",
-            wish=_wish(config),
+            goal=_plan_goal(config),
         )
         say = warn if adapter.ranks_hold_same_modules else warn_here
         self._recomputer = recomputer_of(
@@ -120,7 +120,7 @@ class Attachment:
         if rank() == 0:
             show(render(ranks))
         if rank() == 0 or len(ranks) > 1:  # else nobody has seen this rank's
-            self._tally.told()
+            self._tally.mark_reported()
 
     def record(self, path: str | Path, *, title: str | None = None) -> None:
         """Has the whole of the next step recorded: when each storage was saved, copied, released and used.
@@ -151,7 +151,7 @@ class Attachment:
         }
         planned = self._offloader.rounds.planned
         if planned is not None:
-            facts["plan"] = plan_told(planned)
+            facts["plan"] = plan_sentence(planned)
         step_file = StepFile(Path(path), title or f"One step of {type(self._adapter.root).__name__}", facts)
         self._step_files.append(step_file)
         self._recorder.show(step_file)
@@ -163,7 +163,7 @@ class Attachment:
         self._hooks.remove()
         self._offloader.end()
         for step_file in self._step_files:
-            step_file.tell_if_due()
+            step_file.warn_if_due()
         self._unseen_checkpoints.remove()
         self._adapter.release()
         self._leave_pool()
@@ -279,10 +279,10 @@ def _select(adapter: Adapter, config: FineGrainedOffloadConfig) -> selection.Sel
     return chosen
 
 
-def _wish(config: FineGrainedOffloadConfig) -> Wish | None:
+def _plan_goal(config: FineGrainedOffloadConfig) -> PlanGoal | None:
     if config.release_window_bytes is not None or config.prefetch_window_bytes is not None:
         return None
-    return Wish(
+    return PlanGoal(
         everything=config.policy == "all",
         max_overhead=config.max_overhead,
         target_saved_bytes=config.target_saved_bytes,

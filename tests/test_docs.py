@@ -123,3 +123,41 @@ def test_every_command_in_the_pages_is_one(words):
     for word in words:
         if word.startswith(("examples/", "ds_configs/")):
             assert (ROOT / word).exists()
+
+
+def references():
+    for page in PAGES:
+        for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", page.read_text(encoding="utf-8")):
+            yield pytest.param(path, name.split("."), id=f"{page.name}-{path}:{name}")
+
+
+def names_in(body):
+    """What a module or class defines, with the bodies of what is nested in it."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node.body
+        for target in [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", []):
+            if isinstance(target, ast.Name):
+                found[target.id] = []
+    return found
+
+
+@pytest.mark.parametrize(("path", "names"), list(references()))
+def test_every_function_that_is_named_is_there(path, names):
+    file = next(file for file in (ROOT / "ds_fgoffload" / path, ROOT / path) if file.exists())
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    for name in names:
+        assert name in names_in(body), f"{path} has no {'.'.join(names)}"
+        body = names_in(body)[name]
+
+
+def paths():
+    for page in PAGES:
+        for path in re.findall(r"`([\w/]+/\w+\.py)(?=[`:])", page.read_text(encoding="utf-8")):
+            yield pytest.param(path, id=f"{page.relative_to(ROOT)}-{path}")
+
+
+@pytest.mark.parametrize("path", list(dict.fromkeys(paths())))
+def test_every_file_that_is_named_is_there(path):
+    assert (ROOT / "ds_fgoffload" / path).exists() or (ROOT / path).exists()

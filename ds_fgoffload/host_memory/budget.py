@@ -1,6 +1,7 @@
 """What the host pool may hold: this rank's limit, the sum over the node, and what the system has left just now.
 
-How much host memory there is to take: it bounds the host pool, where a tensor's copies go.
+The pool's next slab must fit within all three. What the system has left is read from its available memory and from the
+limits of the process's cgroups, the sum over the node from :mod:`~ds_fgoffload.host_memory.node_ledger`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Range(NamedTuple, Generic[Mark]):
     marks: tuple[Mark, ...]
 
 
-class Arena(Generic[Mark]):
+class FreeRanges(Generic[Mark]):
     """Free ranges. Not thread-safe.
 
     ``merge`` joins the marks of ranges that become one. A range that is carved from a bigger one has all marks of the
@@ -106,7 +106,7 @@ class Arena(Generic[Mark]):
         free = self._by_end.get(end)
         return 0 if free is None else free.end - free.start
 
-    def free_ranges(self) -> list[Range[Mark]]:
+    def by_address(self) -> list[Range[Mark]]:
         """All free ranges by address."""
         return [self._by_start[start] for start in sorted(self._by_start)]
 

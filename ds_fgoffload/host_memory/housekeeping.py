@@ -9,14 +9,14 @@ from collections.abc import Callable
 from deepspeed.utils import logger
 
 
-class Keeper:
-    """Calls ``keep`` in a thread of its own, whenever it is woken and after as many seconds as ``keep`` returned.
+class HousekeepingThread:
+    """Calls ``work`` in a thread of its own, whenever it is woken and after as many seconds as ``work`` returned.
 
-    The thread ends when ``keep`` returns ``None``, raises, or its object is gone; :meth:`wake` starts it again.
+    The thread ends when ``work`` returns ``None``, raises, or its object is gone; :meth:`wake` starts it again.
     """
 
-    def __init__(self, keep: Callable[[], float | None]) -> None:
-        self._keep = weakref.WeakMethod(keep)
+    def __init__(self, work: Callable[[], float | None]) -> None:
+        self._work = weakref.WeakMethod(work)
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._thread: threading.Thread | None = None
@@ -28,7 +28,7 @@ class Keeper:
         return self._thread is not None
 
     def wake(self) -> None:
-        """``keep`` runs soon."""
+        """``work`` runs soon."""
         with self._lock:
             self._woken.set()
             if self._thread is None and not self._stopped:
@@ -49,13 +49,13 @@ class Keeper:
         while True:
             self._woken.wait(delay_s)
             self._woken.clear()
-            keep = None if self._stopped else self._keep()
+            work = None if self._stopped else self._work()
             try:
-                delay_s = None if keep is None else keep()
+                delay_s = None if work is None else work()
             except Exception as error:  # noqa: BLE001 - nothing that happens here may end training
                 logger.warning(f"the host pool's thread ended: {type(error).__name__}: {error}")
                 delay_s = None
-            del keep
+            del work
             with self._lock:
                 if delay_s is None and (self._stopped or not self._woken.is_set()):
                     self._thread = None

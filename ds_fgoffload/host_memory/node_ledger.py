@@ -1,14 +1,9 @@
-"""What every rank on this node holds of its memory: one small file per user, without a server.
+"""The node ledger: what every rank on this node holds of its memory, in one small file per user, without a server.
 
-The bottom of the host pool's budget: before a pool takes a slab it writes here that it will, unless the sum over the
-node would exceed the budget; after it has given a slab back it writes that. The file lies in shared memory. Nothing
-stays open, nothing is mapped, and the last pool that leaves removes it (:mod:`~ds_fgoffload.host_memory.node_ledger`).
-
-
-The file of the node's ledger: rows of fixed size, opened for each look and closed after it, under a lock.
-
-The kernel drops the lock if its holder dies. Only its owner writes a row; whoever looks clears the rows of processes
-that have died.
+Before a pool takes a slab it writes here that it will, unless the sum over the node would exceed the budget; after it
+has given a slab back it writes that. The file lies in shared memory and has rows of fixed size. It is opened for each
+look and closed after it, under a lock that the kernel drops if its holder dies; nothing is mapped. Only its owner
+writes a row; whoever looks clears the rows of processes that have died. The last pool that leaves removes the file.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """This rank's host memory: a tensor leases its block here before it is copied out, and gives it back when it has died.
 
-Memory comes from the system in slabs, which are kept from step to step; :mod:`~ds_fgoffload.host_memory.free_ranges`
-knows what is free in them. A block carries the fences of its last uses: its next user waits for them on the device, so
-that nothing waits on the host in a step. Below this file: :mod:`~ds_fgoffload.host_memory.allocator` lends,
-:mod:`~ds_fgoffload.host_memory.slabs` deals with the system, :mod:`~ds_fgoffload.host_memory.housekeeping` does in the
-background what would take time in a step.
-
-
-The figures of the host pool at one moment.
-
-One engine's way to the host pool.
+Each engine leases through a :class:`PoolUser` of its own. Memory comes from the system in slabs, which are kept from
+step to step. A block carries the fences of its last uses: its next user waits for them on the device, so that nothing
+waits on the host in a step. Below this file :mod:`~ds_fgoffload.host_memory.allocator` lends,
+:mod:`~ds_fgoffload.host_memory.free_ranges` knows what is free, :mod:`~ds_fgoffload.host_memory.slabs` deals with the
+system, and :mod:`~ds_fgoffload.host_memory.housekeeping` does in the background what would take time in a step.
 """
 
 from __future__ import annotations
@@ -30,12 +25,12 @@ from deepspeed.utils import logger
 
 from ds_fgoffload.device.streams import accelerator_device, accelerator_is_cpu, on_device
 from ds_fgoffload.errors import OffloadStateError
-from ds_fgoffload.host_memory.allocator import Stock
+from ds_fgoffload.host_memory.allocator import Allocator
 from ds_fgoffload.host_memory.budget import Budget, HostPoolSettings, mib
-from ds_fgoffload.host_memory.housekeeping import Keeper
+from ds_fgoffload.host_memory.housekeeping import HousekeepingThread
 from ds_fgoffload.host_memory.lease import Account, Lease
 from ds_fgoffload.host_memory.node_ledger import Ledger
-from ds_fgoffload.host_memory.slabs import PAGE_BYTES, Region, Supply
+from ds_fgoffload.host_memory.slabs import PAGE_BYTES, Region, SlabSource
 from ds_fgoffload.text.messages import warn
 
 
@@ -116,7 +111,7 @@ __all__ = ["HostPool", "HostPoolSettings", "HostPoolStats", "Lease", "PoolUser",
 
 SLAB_BYTES, CPU_SLAB_BYTES = 16 << 20, 2 << 20
 AHEAD_DIVISOR = 32
-"""The keeper takes memory when less than half of this fraction of the recent peak is free beyond it."""
+"""The housekeeping thread takes memory when less than half of this fraction of the recent peak is free beyond it."""
 HOUSEKEEPING_S = 1.0
 
 
@@ -151,25 +146,25 @@ class HostPool:
     def _open(self) -> None:
         settings = self._settings
         default = SLAB_BYTES if settings.pin_memory and not accelerator_is_cpu() else CPU_SLAB_BYTES
-        self._supply = Supply(settings, Budget(settings, self._ledger), self._slab_bytes or default)
-        self._stock = Stock(self._supply)
-        self._books = self._stock.books
+        self._slab_source = SlabSource(settings, Budget(settings, self._ledger), self._slab_bytes or default)
+        self._allocator = Allocator(self._slab_source)
+        self._leases = self._allocator.leases
         self._own = Account()  # leases without an engine
         self._device: torch.device | None = None
-        self._content_until_s = 0.0  # after a refusal, no growth ahead of need is tried for a while
-        self._keeper = Keeper(self._keep) if self._background else None
+        self._no_growth_until_s = 0.0  # after a refusal, no growth ahead of need is tried for a while
+        self._housekeeping = HousekeepingThread(self._do_housekeeping) if self._background else None
 
     @property
     def last_refusal(self) -> str | None:
         """Why the latest lease that was refused was refused, and the remedy; ``None`` if none ever was."""
-        return self._supply.last_refusal
+        return self._slab_source.last_refusal
 
     def configure(self, settings: HostPoolSettings) -> None:
         """Applies ``settings`` to growth from now on; a user calls it before :meth:`add_user`.
 
         What is already held stays, even beyond a lower limit. Warns if other users are active and had chosen otherwise.
         """
-        old, supply, users = self._settings, self._supply, len(self._books.accounts)
+        old, slab_source, users = self._settings, self._slab_source, len(self._leases.accounts)
         for key in ("max_bytes", "node_max_bytes"):
             before, now = getattr(old, key), getattr(settings, key)
             if users and before not in (None, now):
@@ -180,17 +175,18 @@ class HostPool:
                 )
         if old.pin_memory != settings.pin_memory:
             self.trim()
-            if supply.held_bytes:
+            if slab_source.held_bytes:
                 logger.warning(
                     f"host_pool.pin_memory was {old.pin_memory} and is {settings.pin_memory} from now on: "
-                    f"{supply.held_bytes} bytes in use stay as they are; give all engines of a process the same value"
+                    f"{slab_source.held_bytes} bytes in use stay as they are; "
+                    "give all engines of a process the same value"
                 )
-        with self._stock.system:
-            self._settings = supply.settings = settings
-            how = supply.budget.set(settings, supply.held_bytes)
+        with self._allocator.system:
+            self._settings = slab_source.settings = settings
+            how = slab_source.budget.set(settings, slab_source.held_bytes)
         if settings.max_bytes is None and settings.node_max_bytes is None and not users:
             logger.info(f"host_pool.max_bytes is unset: {how}")
-        if note := supply.budget.less_ahead(settings.preallocate_bytes):
+        if note := slab_source.budget.less_ahead(settings.preallocate_bytes):
             warn(note)
 
     def add_user(self, name: str = "engine", quota_bytes: int | None = None) -> PoolUser:
@@ -198,9 +194,9 @@ class HostPool:
 
         ``name`` is completed by a number if it is taken; at most ``quota_bytes`` are lent to this user at once.
         """
-        with self._books.lock:
-            name, account = self._books.open_account(name, quota_bytes)
-        self._wake_keeper()
+        with self._leases.lock:
+            name, account = self._leases.open_account(name, quota_bytes)
+        self._wake_housekeeping()
         return PoolUser(self, name, account)
 
     def remove_user(self, name: str) -> None:
@@ -209,13 +205,13 @@ class HostPool:
         With the last user go the slabs without leases, at once (or at the pool's next call, if it is amid one now); the
         others at the first call of lease, stats, trim or close after their leases.
         """
-        self._books.inbox.append(name)
-        if self._books.lock.acquire(blocking=False):
+        self._leases.inbox.append(name)
+        if self._leases.lock.acquire(blocking=False):
             try:
-                self._books.drain()
+                self._leases.drain()
             finally:
-                self._books.lock.release()
-            self._stock.free_if_unused()
+                self._leases.lock.release()
+            self._allocator.free_if_unused()
 
     def lease(self, size_bytes: int, account: Account | None = None) -> Lease | None:
         """Lends ``size_bytes``; ``None`` beyond the limit or if the system refuses (:attr:`last_refusal` says which).
@@ -223,39 +219,39 @@ class HostPool:
         Zero bytes are always lent and take no memory. Raises ``ValueError`` for a negative size.
         """
         account = account or self._own
-        books = self._books
+        leases = self._leases
         if size_bytes <= 0:
             if size_bytes < 0:
                 raise ValueError(f"a lease of {size_bytes} bytes was asked for, but 0 or more is allowed")
-            return Lease(books.inbox, torch.empty(0, dtype=torch.uint8), None, account)
-        lease = self._stock.lease(size_bytes, account)
-        if books.leased_bytes == books.recent_peak_bytes:
-            self._wake_keeper()
-        if not books.retains:
-            self._stock.free_if_unused()
+            return Lease(leases.inbox, torch.empty(0, dtype=torch.uint8), None, account)
+        lease = self._allocator.lease(size_bytes, account)
+        if leases.leased_bytes == leases.recent_peak_bytes:
+            self._wake_housekeeping()
+        if not leases.retains:
+            self._allocator.free_if_unused()
         return lease
 
     def stats(self) -> HostPoolStats:
         """The figures of this moment."""
-        books, supply = self._books, self._supply
-        with books.lock:
-            books.drain()
-        self._stock.free_if_unused(wait_s=1.0)
-        with books.lock:
+        leases, slab_source = self._leases, self._slab_source
+        with leases.lock:
+            leases.drain()
+        self._allocator.free_if_unused(wait_s=1.0)
+        with leases.lock:
             return HostPoolStats(
-                pinned_bytes=supply.held_bytes,
-                leased_bytes=books.leased_bytes,
-                peak_leased_bytes=books.peak_leased_bytes,
-                requested_bytes=books.requested_bytes,
-                limit_bytes=supply.budget.limit_bytes,
-                allocations=supply.allocations,
-                refused_allocations=supply.refused_allocations,
-                hits=self._stock.hits,
-                share_bytes=supply.budget.share_bytes,
-                pageable_bytes=supply.pageable_bytes,
-                pinning_ms=supply.pinning_s * 1e3,
-                waited_ms=self._stock.waited_s * 1e3,
-                engines={name: replace(account) for name, account in books.accounts.items()},
+                pinned_bytes=slab_source.held_bytes,
+                leased_bytes=leases.leased_bytes,
+                peak_leased_bytes=leases.peak_leased_bytes,
+                requested_bytes=leases.requested_bytes,
+                limit_bytes=slab_source.budget.limit_bytes,
+                allocations=slab_source.allocations,
+                refused_allocations=slab_source.refused_allocations,
+                hits=self._allocator.hits,
+                share_bytes=slab_source.budget.share_bytes,
+                pageable_bytes=slab_source.pageable_bytes,
+                pinning_ms=slab_source.pinning_s * 1e3,
+                waited_ms=self._allocator.waited_s * 1e3,
+                engines={name: replace(account) for name, account in leases.accounts.items()},
             )
 
     def trim(self, keep_bytes: int = 0) -> int:
@@ -263,15 +259,15 @@ class HostPool:
 
         It stops when ``keep_bytes`` or less are held.
         """
-        return self._stock.free(keep_bytes)
+        return self._allocator.free(keep_bytes)
 
     def close(self) -> None:
         """Trims, and raises ``OffloadStateError`` if leases are alive; they stay valid, and so does the pool."""
         self.trim()
-        leased_bytes, held_bytes = self._books.leased_bytes, self._supply.held_bytes
+        leased_bytes, held_bytes = self._leases.leased_bytes, self._slab_source.held_bytes
         if not held_bytes:
-            with self._stock.system:
-                self._supply.budget.leave()
+            with self._allocator.system:
+                self._slab_source.budget.leave()
         if leased_bytes:
             raise OffloadStateError(
                 f"{leased_bytes} bytes of the host pool are leased at close(), {held_bytes} stay pinned for it: "
@@ -280,59 +276,61 @@ class HostPool:
 
     def _ahead_bytes(self) -> int:
         """How much should be taken now, ahead of need."""
-        held, peak = self._supply.held_bytes, self._books.recent_peak_bytes
+        held, peak = self._slab_source.held_bytes, self._leases.recent_peak_bytes
         wanted = peak + peak // AHEAD_DIVISOR if held < peak + peak // (2 * AHEAD_DIVISOR) else 0
-        if self._books.accounts:
-            wanted = max(wanted, min(self._settings.preallocate_bytes, self._supply.budget.ahead_bytes))
-        wanted = min(wanted, self._supply.budget.limit_bytes)
-        return wanted - held if self._books.retains and time.monotonic() >= self._content_until_s else 0
+        if self._leases.accounts:
+            wanted = max(wanted, min(self._settings.preallocate_bytes, self._slab_source.budget.ahead_bytes))
+        wanted = min(wanted, self._slab_source.budget.limit_bytes)
+        return wanted - held if self._leases.retains and time.monotonic() >= self._no_growth_until_s else 0
 
-    def _wake_keeper(self) -> None:
-        keeper = self._keeper
-        if keeper is not None and (self._ahead_bytes() >= PAGE_BYTES or (self._has_duties() and not keeper.runs)):
+    def _wake_housekeeping(self) -> None:
+        housekeeping = self._housekeeping
+        if housekeeping is not None and (
+            self._ahead_bytes() >= PAGE_BYTES or (self._has_duties() and not housekeeping.runs)
+        ):
             if self._device is None:
                 self._device = accelerator_device()  # that of the thread which trains
-            keeper.wake()
+            housekeeping.wake()
 
     def _has_duties(self) -> bool:
-        return self._supply.held_bytes > 0 and (self._ledger is not None or self._settings.idle_trim_s is not None)
+        return self._slab_source.held_bytes > 0 and (self._ledger is not None or self._settings.idle_trim_s is not None)
 
-    def _keep(self) -> float | None:
-        """What the keeper does each time; returns in how many seconds the next time is, if there is to be one."""
+    def _do_housekeeping(self) -> float | None:
+        """The work of the housekeeping thread; returns the seconds until the next time, None if there is to be none."""
         with on_device(self._device):
-            return self._keep_on_device()
+            return self._do_housekeeping_on_device()
 
-    def _keep_on_device(self) -> float | None:
-        while grown := self._stock.grow(self._ahead_bytes):  # slab by slab: a lease may be waiting
+    def _do_housekeeping_on_device(self) -> float | None:
+        while grown := self._allocator.grow(self._ahead_bytes):  # slab by slab: a lease may be waiting
             pass
         if grown is None:
-            self._content_until_s = time.monotonic() + HOUSEKEEPING_S
-        if self._stock.publish():
-            self.trim(keep_bytes=self._supply.budget.share_bytes)
+            self._no_growth_until_s = time.monotonic() + HOUSEKEEPING_S
+        if self._allocator.publish():
+            self.trim(keep_bytes=self._slab_source.budget.share_bytes)
         idle_s = self._settings.idle_trim_s
-        with self._books.lock:
-            self._books.drain()
+        with self._leases.lock:
+            self._leases.drain()
             is_idle = (
                 idle_s is not None
-                and not self._books.leased_bytes
-                and time.monotonic() - self._stock.last_lease_s > idle_s
+                and not self._leases.leased_bytes
+                and time.monotonic() - self._allocator.last_lease_s > idle_s
             )
         if is_idle:
             self.trim()
-        self._stock.free_if_unused()
+        self._allocator.free_if_unused()
         return HOUSEKEEPING_S if self._has_duties() else None
 
     def end(self) -> None:
         """The interpreter ends: gives back what can be, and leaves the ledger."""
-        if self._keeper is not None:
-            self._keeper.stop()
+        if self._housekeeping is not None:
+            self._housekeeping.stop()
         with contextlib.suppress(Exception):
             self.trim()
-        self._supply.budget.leave()
+        self._slab_source.budget.leave()
 
     def forget(self) -> None:
         """In a forked child: it does not have the memory, and must never unmap what may lie there later."""
-        _abandoned.extend(self._supply.regions.values())
+        _abandoned.extend(self._slab_source.regions.values())
         if self._ledger is not None:
             self._ledger = Ledger(program=_program())
         self._open()

@@ -1,10 +1,9 @@
 """Takes slabs from the system within the budget, and gives them back: the host pool's only way to memory.
 
-Memory from the system, slab by slab, side by side in one stretch of address space: where the host pool's bytes lie.
-
-Slabs have the size that was asked for, where torch's pinned allocator would round it up to a power of two. Their pages
-are touched by several threads, on the device's side of the machine where the system tells which that is, and then
-registered with the device as a whole: page-locking memory that is there already is what takes least time.
+Slabs lie side by side in a region, one stretch of address space. They have the size that was asked for, where torch's
+pinned allocator would round it up to a power of two. Several threads touch their pages, on the device's side of the
+machine where the system tells which that is; then the slab is registered with the device as a whole, because
+page-locking memory that is there already takes least time.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Slab(NamedTuple):
-    """Bytes ``start`` to ``end`` that were taken from the system together; addresses as in the arena."""
+    """Bytes ``start`` to ``end`` that were taken from the system together; addresses as in the free ranges."""
 
     start: int
     end: int
@@ -221,7 +220,7 @@ PATIENCE_S = 1.0
 """So long the system is not asked again for what it refused: asking takes time, also in a step."""
 
 
-class Supply:
+class SlabSource:
     """The slabs of one pool. Not thread-safe, but its figures may be read at any time.
 
     ``slab_bytes`` is the least that is asked for at once, a multiple of the page size.
@@ -241,7 +240,7 @@ class Supply:
         self._next_base = 0
         self._pageable: set[int] = set()  # starts of slabs that should have been page-locked
         self._accelerator_allocates = False
-        self._told_pin_failure = False
+        self._warned_of_pin_failure = False
         self._quiet_until_s, self._refused_bytes, self._refusal = 0.0, 0, budget.full
 
     @property
@@ -358,8 +357,8 @@ class Supply:
         if pin_failed:
             remedy = f"{pin_remedy()}, or set host_pool.pin_memory to false"
         cause = f"the system refused to {verb} {mib(slab_bytes)} of host memory ({type(error).__name__}: {error})"
-        if pin_failed and not self._told_pin_failure:
-            self._told_pin_failure = True
+        if pin_failed and not self._warned_of_pin_failure:
+            self._warned_of_pin_failure = True
             instead = "is pageable, and slow to copy" if self.settings.on_pin_failure == "pageable" else "is not used"
             logger.warning(f"{cause}; memory that cannot be page-locked {instead}. To mend it: {remedy}")
         return Refusal(cause, remedy)

@@ -17,7 +17,7 @@ from ds_fgoffload.schedule.plan import Place, Points
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class PlanGoal:
     """What the user allows and asks for."""
 
     everything: bool = False
@@ -40,16 +40,16 @@ class Forecast(NamedTuple):
     copied_bytes: int
 
 
-def plan_round(recording: Recording, wish: Wish, *, caution: float = 1.0) -> Forecast:
+def plan_round(recording: Recording, goal: PlanGoal, *, caution: float = 1.0) -> Forecast:
     """The points for rounds that go like the recorded one.
 
     Args:
         recording: the round.
-        wish: what is allowed and asked for.
+        goal: what is allowed and asked for.
         caution: by how much copies are taken to be slower than was measured, and spare times longer.
     """
     the_round = Round(recording, caution)
-    if wish.everything:
+    if goal.everything:
         outcome = the_round.simulate(the_round.candidates, choosy=False)
         return _forecast(the_round, outcome, kept=(), within_window=True)
     ranked = the_round.ranked(the_round.candidates - recording.held)
@@ -57,13 +57,13 @@ def plan_round(recording: Recording, wish: Wish, *, caution: float = 1.0) -> For
     free = the_round.simulate(best)
     choices = (best, set(ranked))
     limit_bytes = 0
-    if wish.max_overhead is not None or wish.target_saved_bytes is None:
-        allowed_ms = (wish.max_overhead or 0.0) * recording.length_ms
+    if goal.max_overhead is not None or goal.target_saved_bytes is None:
+        allowed_ms = (goal.max_overhead or 0.0) * recording.length_ms
         limit_bytes = min(the_round.least_peak(chosen, free.peak_bytes, allowed_ms) for chosen in choices)
-    if wish.target_saved_bytes is not None:
-        limit_bytes = max(limit_bytes, recording.peak_bytes - wish.target_saved_bytes)
-    if wish.room_bytes is not None:
-        limit_bytes = min(limit_bytes, wish.room_bytes)
+    if goal.target_saved_bytes is not None:
+        limit_bytes = max(limit_bytes, recording.peak_bytes - goal.target_saved_bytes)
+    if goal.room_bytes is not None:
+        limit_bytes = min(limit_bytes, goal.room_bytes)
     found, choosy, presses = free, True, limit_bytes < free.peak_bytes
     if presses:
         tried = [

@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from deepspeed.utils import logger
 
-from ds_fgoffload.planning.planner import Forecast, Wish, plan_round
-from ds_fgoffload.planning.typical_round import merged
+from ds_fgoffload.planning.planner import Forecast, PlanGoal, plan_round
+from ds_fgoffload.planning.typical_round import combine_rounds
 from ds_fgoffload.profiling.profile import Recording
 from ds_fgoffload.profiling.recorder import Recorded, Recorder
 from ds_fgoffload.schedule.plan import Place, Points
 from ds_fgoffload.stats import Planned
-from ds_fgoffload.text.sentences import plan_told
+from ds_fgoffload.text.sentences import plan_sentence
 
 LAST_ROUNDS = 3
 """Rounds by which a plan is judged."""
@@ -58,14 +58,14 @@ class Tuner:
     """One per attachment.
 
     Args:
-        wish: what the user allows and asks for; None: nothing is planned, because the user has set windows.
+        goal: what the user allows and asks for; None: nothing is planned, because the user has set windows.
         recorder: tells of the rounds.
     """
 
-    def __init__(self, wish: Wish | None, recorder: Recorder) -> None:
-        self._wish = wish
+    def __init__(self, goal: PlanGoal | None, recorder: Recorder) -> None:
+        self._goal = goal
         self._recorder = recorder
-        self._recorder.measure(measure=wish is not None and not wish.everything)
+        self._recorder.measure(measure=goal is not None and not goal.everything)
         self._known: deque[Recorded] = deque(maxlen=KNOWN_ROUNDS)
         self._last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
         self._with_memory: Recorded | None = None
@@ -116,7 +116,7 @@ class Tuner:
         self._rounds += 1
         if self._rounds > MEASURED_ROUNDS:
             self._recorder.measure(measure=False)
-        if self._wish is None or self._rounds == 1 or not recorded.recording.d2h_bytes_per_ms:
+        if self._goal is None or self._rounds == 1 or not recorded.recording.d2h_bytes_per_ms:
             return
         if self._known and not recorded.recording.is_like(self._known[-1].recording):
             self._known.clear()
@@ -135,9 +135,9 @@ class Tuner:
         self._settled = fits and self._rounds > MEASURED_ROUNDS and self._look_again_at == NEVER
         if fits:
             self._empty_cache_once(recorded)
-            self._improve(self._wish)
+            self._improve(self._goal)
         elif self._rounds >= self._not_before:
-            self._plan(self._wish)
+            self._plan(self._goal)
 
     def _fits(self, forecast: Forecast) -> bool:
         """Whether the plan is right for the last rounds. What did not go by it tells nothing of its waits."""
@@ -169,19 +169,19 @@ class Tuner:
 
     def _foreseen_ms(self, forecast: Forecast, took_ms: float) -> float:
         """Time that compute may wait in rounds that take ``took_ms``: what the plan foresees, in shorter ones less."""
-        if self._wish is None or not self._wish.max_overhead:
+        if self._goal is None or not self._goal.max_overhead:
             return forecast.stalled_ms
         return forecast.stalled_ms * min(1.0, took_ms / self._took_ms)
 
-    def _plan(self, wish: Wish) -> None:
+    def _plan(self, goal: PlanGoal) -> None:
         """Makes a plan, because the last is not right for the rounds that are known."""
-        if self._with_memory is None and not wish.everything:
+        if self._with_memory is None and not goal.everything:
             self._recorder.measure(measure=True)
             return
         if self._too_bold:
             self._caution = min(MOST_CAUTION, self._caution * MORE_CAUTION)
             self._too_bold = False
-        self._go_by(*self._made(wish))
+        self._go_by(*self._made(goal))
         if self._rounds >= self._look_again_at:
             self._look_again_at = NEVER
         self._plans += 1
@@ -189,29 +189,29 @@ class Tuner:
             2 ** min(self._plans - PLANS_AT_ONCE, 10) if self._plans > PLANS_AT_ONCE else 0
         )
 
-    def _improve(self, wish: Wish) -> None:
+    def _improve(self, goal: PlanGoal) -> None:
         """The plan has proved right; now and then a bolder one is made, should the link have been disturbed before."""
         self._proved_rounds += 1
         if not self._settled or self._with_memory is None or self._proved_rounds % KNOWN_ROUNDS:
             return
-        forecast, recording = self._made(wish)
+        forecast, recording = self._made(goal)
         now, then = self._recorder.rounds.planned, _planned(forecast, recording)
         assert now is not None
         if (then.freed_bytes or 0) > (now.freed_bytes or 0) + WORTH_IT * then.saved_bytes:
             self._go_by(forecast, recording)
 
-    def _made(self, wish: Wish) -> tuple[Forecast, Recording]:
+    def _made(self, goal: PlanGoal) -> tuple[Forecast, Recording]:
         """A plan for the rounds that are known, and what it was made from."""
         base = self._known[-1] if self._with_memory is None else self._with_memory
         rates_of = [known.recording for known in self._known]
-        usual = bool(wish.max_overhead)
-        recording = merged(base.recording, self._undistorted(), rates_of, usual=usual)
+        usual = bool(goal.max_overhead)
+        recording = combine_rounds(base.recording, self._undistorted(), rates_of, usual=usual)
         # What is held is seen only in rounds in which it is to leave.
         recording = replace(recording, held=frozenset(self._held))
-        if not wish.everything:
+        if not goal.everything:
             room_bytes = int(ROOM * self._recorder.total_bytes()) - base.peak_between_bytes
-            wish = replace(wish, room_bytes=room_bytes)
-        return plan_round(recording, wish, caution=self._caution), recording
+            goal = replace(goal, room_bytes=room_bytes)
+        return plan_round(recording, goal, caution=self._caution), recording
 
     def _go_by(self, forecast: Forecast, recording: Recording) -> None:
         self.forecast = forecast
@@ -221,7 +221,7 @@ class Tuner:
         self._last.clear()
         self._settled = False
         self._proved_rounds = 0
-        logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_told(planned)}")
+        logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_sentence(planned)}")
 
     def _undistorted(self) -> list[Recording]:
         """Those of the known rounds in which compute waited little; if they are few, those in which it waited least."""

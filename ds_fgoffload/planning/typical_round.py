@@ -2,7 +2,7 @@
 
 Rounds differ by some per cent, each in other stretches: the host is late here, a neighbour there. What is in time if
 every stretch is at its shortest is in time in each of them, but there is no such round: the whole is lengthened towards
-the shortest that was seen. How long compute will wait, where it may, is told by stretches of middling length.
+the shortest that was seen. How long compute will wait, where it may, shows in stretches of middling length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_LENGTHENED = 1.05
 """By so much at most; rounds that differ by more have stretches that are long now and then, and short in between."""
 
 
-def merged(
+def combine_rounds(
     base: Recording, stretches_of: Sequence[Recording], rates_of: Sequence[Recording], *, usual: bool
 ) -> Recording:
     """``base`` with the stretches and the lowest rates of the others, which passed the same moments.

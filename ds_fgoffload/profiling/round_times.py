@@ -1,10 +1,8 @@
-"""Makes the recording of a step, which can be drawn, out of the times of a round.
+"""The points on the device's streams that were marked in one round, and the recording of a step made from them.
 
-A parcel, which travels in one copy, is one storage here. Backward of a call lasts from when it first needs something
-that the call saved until the last of that was dropped.
-
-
-The points on the device's streams that were marked in one round, and what lies between them.
+:class:`RoundTimes` holds the marks, copies and waits of a round; :func:`step_recording` turns them into what can be
+drawn. There a parcel, which travels in one copy, is one storage, and backward of a call lasts from when it first needs
+something that the call saved until the last of that was dropped.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 A *placeholder* stands for a tensor that the unit itself saved, a *promise* for a tensor over the unit's output that
 somebody else saved. The first that is needed makes its call run again, which fills all that are still alive. Each owns
-what it was filled with, so that it goes when autograd drops it.
-
-
-The arguments of a call that will be made again: flat, and held by something that gives them back in backward.
+what it was filled with, so that it goes when autograd drops it. The call's arguments are kept flat, each held by
+something that gives it back in backward.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class StepFile:
         except OSError as error:
             warn_here(f"fine_grained_offload: the recorded step is lost: {self._path}: {error.strerror or error}")
 
-    def tell_if_due(self) -> None:
+    def warn_if_due(self) -> None:
         """There will be no more steps."""
         if self.is_due:
             warn_here(f"fine_grained_offload: {self._path} was not written: no step has begun since it was asked for")

@@ -29,7 +29,7 @@ class Tally:
         self._units = units
         self._rounds = rounds
         self._account = account
-        self._told: list[int] | None = None
+        self._reported: list[int] | None = None
         _tallies.append(self)
 
     def counts(self, rank: int) -> RankCounts:
@@ -48,12 +48,12 @@ class Tally:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was counted since :meth:`told`, or there was no report yet."""
-        return counted(self._units) != self._told
+        """Whether anything was counted since :meth:`mark_reported`, or there was no report yet."""
+        return counted(self._units) != self._reported
 
-    def told(self) -> None:
+    def mark_reported(self) -> None:
         """A report with the counts of now was printed."""
-        self._told = counted(self._units)
+        self._reported = counted(self._units)
 
 
 def tallies() -> Sequence[Tally]:

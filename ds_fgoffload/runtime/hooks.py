@@ -1,12 +1,12 @@
 """Where a saved tensor enters and leaves: module hooks open a scope around a unit's call, autograd's hooks do the rest.
 
-The only importer of ``torch.autograd.graph``. Around a unit under ``recompute`` it stands in the innermost place, next
-to the module's own ``forward``; around the root's forward it looks for saves of what such units have given.
+:class:`ModuleHooks` puts the hooks on the modules; :class:`OpenCalls` knows the calls that have not returned, and
+closes them when they do, or when something goes wrong; :class:`Packing` says what autograd holds of a tensor that it
+saves: in a unit, in a recomputed one, as its argument, and elsewhere.
 
-
-Calls of hooked modules that have not returned: what has to be closed when they do, or when something goes wrong.
-
-What becomes of a tensor that autograd saves: in a unit, in a recomputed one, as its argument, and elsewhere.
+With ``inspection/watcher.py``, which moves nothing, the only importer of ``torch.autograd.graph``. Around a unit under
+``recompute`` it stands in the innermost place, next to the module's own ``forward``; around the root's forward it looks
+for saves of what such units have given.
 """
 
 from __future__ import annotations

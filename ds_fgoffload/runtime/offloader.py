@@ -1,9 +1,7 @@
 """The runtime of one attachment: what the hooks see becomes events for the schedule, and its acts are carried out here.
 
-Autograd calls in from the forward thread and from its own backward threads; one lock serialises them.
-
-
-One call of a unit in one micro-batch: whose saved tensors these are, and the site each of them is saved at.
+A :class:`Scope` is one call of a unit in one micro-batch; it gives each saved tensor its site. Autograd calls in from
+the forward thread and from its own backward threads; one lock serialises them.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.host_memory.pool import HostPool, PoolUser
-from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.planning.tuner import Tuner
 from ds_fgoffload.saved.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage, SavedView
@@ -83,7 +81,7 @@ class Offloader:
         units: the units' modules by name.
         excluded: modules inside units whose tensors stay on the device, by name.
         eligibility, plan: decide per tensor, and per site.
-        wish: what plans made from recorded rounds are to reach; None: none is made, the windows hold.
+        goal: what plans made from recorded rounds are to reach; None: none is made, the windows hold.
         transfer, pool: where the bytes go.
         raise_when_full: raise when the host pool is full, instead of keeping the tensor on the device.
     """
@@ -98,7 +96,7 @@ class Offloader:
         pool: HostPool | PoolUser,
         *,
         raise_when_full: bool,
-        wish: Wish | None = None,
+        goal: PlanGoal | None = None,
     ) -> None:
         self._eligibility = eligibility
         self._plan = plan
@@ -107,9 +105,9 @@ class Offloader:
         self._raise_when_full = raise_when_full
         recorder = transfer.recorder
         self._schedule = Schedule(plan, synchronous=transfer.synchronous, witness=recorder)
-        self._tuner = None if recorder is None else Tuner(wish, recorder)
+        self._tuner = None if recorder is None else Tuner(goal, recorder)
         self.rounds = RoundStats() if recorder is None else recorder.rounds
-        self.plans = wish is not None and recorder is not None
+        self.plans = goal is not None and recorder is not None
         self._lock = threading.RLock()
         self._unit_stats = {name: UnitStats() for name in units}
         self._excluded_stats = {name: UnitStats() for name in excluded}

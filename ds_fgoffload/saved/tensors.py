@@ -1,8 +1,7 @@
-"""What can be said of a tensor: whether it is plain, over which storage it lies, its version, its bits.
+"""Facts about one tensor: whether it is plain, its storage, its version, its bits, and how it lies in the storage.
 
-A weak reference to a storage, which keeps the address of its record from being given to another.
-
-The geometry of a saved tensor: how a view lies in its storage, and the same view over a copy of those bytes.
+:class:`WeakStorage` refers to a storage without keeping it, and keeps the address of its record from being given to
+another. :class:`Layout` is the geometry of a view, and makes the same view over a copy of the bytes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""What travels to the host and back in one copy: one large storage, or many small ones of a call, packed.
+"""The copies of one device, the waits that make them right, and the parcel: what travels in one copy.
 
-A parcel lives as long as a saved storage in it. When the last one is gone, its device memory and its host block go
-back, whatever it was doing. Nothing else ends it, neither a first use nor a step boundary.
+A :class:`Parcel` is one large storage, or many small ones of a call, packed. It lives as long as a saved storage in it.
+When the last one is gone, its device memory and its host block go back, whatever it was doing. Nothing else ends it,
+neither a first use nor a step boundary.
 
-
-The copies of one device, and the waits that make them right.
-
-Every reader of memory comes after its writer, and every writer after the last reader, on the device and on the host
-blocks, by waits between streams alone. Each wait below is needed: the tests take them out one by one and see a wrong
-number or an access out of order.
+:class:`Transfer` makes the copies. Every reader of memory comes after its writer, and every writer after the last
+reader, on the device and on the host blocks, by waits between streams alone. Each wait below is needed: the tests take
+them out one by one and see a wrong number or an access out of order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the user is told while a run goes on: once for all ranks, where all would say the same."""
+"""Messages to the user while a run goes on: once for all ranks, where all would say the same."""
 
 from __future__ import annotations
 

@@ -12,12 +12,14 @@ from ds_fgoffload.text.sizes import human
 def sentences(rounds: RoundStats) -> list[str]:
     """None if nothing was measured, as on a device without streams."""
     plan = (
-        [] if rounds.planned is None else [plan_told(rounds.planned) + "; the table counts the rounds before it, too"]
+        []
+        if rounds.planned is None
+        else [plan_sentence(rounds.planned) + "; the table counts the rounds before it, too"]
     )
-    return plan + _reads_told(rounds.reads)
+    return plan + _read_sentences(rounds.reads)
 
 
-def plan_told(planned: Planned) -> str:
+def plan_sentence(planned: Planned) -> str:
     """One sentence."""
     peak = ""
     if planned.peak_bytes is not None and planned.freed_bytes is not None:
@@ -28,7 +30,7 @@ def plan_told(planned: Planned) -> str:
     )
 
 
-def _reads_told(reads: Sequence[ReadDelay]) -> list[str]:
+def _read_sentences(reads: Sequence[ReadDelay]) -> list[str]:
     """A sentence for each place, where places that differ by the layers' numbers are one."""
     alike: dict[tuple[str | None, str | None, bool], list[ReadDelay]] = {}
     for read in reads:

@@ -25,7 +25,7 @@ from torch import nn
 
 from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.planning import tuner as tuner_module
-from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.runtime import offloader as offloader_module
 from ds_fgoffload.runtime.hooks import ModuleHooks
 from ds_fgoffload.runtime.offloader import Offloader
@@ -350,7 +350,9 @@ def _attach(
         transfer,
         pool,
         raise_when_full=False,
-        wish=dice.choice([None, Wish(everything=True), Wish(), Wish(max_overhead=0.5), Wish(target_saved_bytes=4000)]),
+        goal=dice.choice(
+            [None, PlanGoal(everything=True), PlanGoal(), PlanGoal(max_overhead=0.5), PlanGoal(target_saved_bytes=4000)]
+        ),
     )
     ModuleHooks(model, {name: named[name] for name in names if name in units or name in excluded}, offloader)
     return offloader

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fgoffload.device.streams import Fence
 from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
-from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.runtime.hooks import ModuleHooks
 from ds_fgoffload.runtime.offloader import Offloader
 from ds_fgoffload.saved.eligibility import Eligibility
@@ -184,7 +184,7 @@ class Training:
         layer_ms: float = 1.0,
         layer_bytes: int = 4000,
         link_bytes_per_ms: float = 5000.0,
-        wish: Wish | None = None,
+        goal: PlanGoal | None = None,
         plan: Plan | None = None,
         reads: bool = False,
         total_bytes: int = 1 << 40,
@@ -205,7 +205,7 @@ class Training:
             Transfer(self.streams),
             self.pool,
             raise_when_full=False,
-            wish=wish,
+            goal=goal,
         )
         self.hooks = ModuleHooks(self.model, units, self.offloader)
 

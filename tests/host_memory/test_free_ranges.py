@@ -2,22 +2,22 @@
 
 import pytest
 
-from ds_fgoffload.host_memory.free_ranges import Arena, Range, slab_sizes
+from ds_fgoffload.host_memory.free_ranges import FreeRanges, Range, slab_sizes
 
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def arena_of(*slabs):
-    arena = Arena(merge=lambda marks: tuple(sorted(set(marks))))
+def free_ranges_of(*slabs):
+    free_ranges = FreeRanges(merge=lambda marks: tuple(sorted(set(marks))))
     base = 0
     for size in slabs:  # each a region of its own
-        arena.add(base, base, base + size)
+        free_ranges.add(base, base, base + size)
         base += size + 1
-    return arena
+    return free_ranges
 
 
-def layout(arena):
-    return [(free.start, free.end, free.marks) for free in arena.free_ranges()]
+def layout(free_ranges):
+    return [(free.start, free.end, free.marks) for free in free_ranges.by_address()]
 
 
 @pytest.mark.parametrize(
@@ -34,53 +34,53 @@ def layout(arena):
     ],
 )
 def test_takes_the_best_fit(freed, size, start):
-    arena = arena_of(100)
-    blocks = {block.start: block for block in [arena.take(10) for _ in range(10)]}
+    free_ranges = free_ranges_of(100)
+    blocks = {block.start: block for block in [free_ranges.take(10) for _ in range(10)]}
     for low, high in freed:
         for address in range(low, high, 10):
-            arena.put(blocks[address], ())
+            free_ranges.put(blocks[address], ())
     expected = None if start is None else Range(0, start, start + size, ())
-    assert arena.take(size) == expected
+    assert free_ranges.take(size) == expected
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_joins_neighbours_and_their_marks_in_any_order(order):
-    arena = arena_of(30)
-    blocks = [arena.take(10) for _ in range(3)]
+    free_ranges = free_ranges_of(30)
+    blocks = [free_ranges.take(10) for _ in range(3)]
     for index in order:
-        arena.put(blocks[index], (f"use {index}",))
-    assert layout(arena) == [(0, 30, ("use 0", "use 1", "use 2"))]
+        free_ranges.put(blocks[index], (f"use {index}",))
+    assert layout(free_ranges) == [(0, 30, ("use 0", "use 1", "use 2"))]
 
 
 def test_carves_with_marks_and_keeps_them_on_the_rest():
-    arena = arena_of(100)
-    arena.put(arena.take(100), ("a", "b"))
-    assert arena.take(30) == Range(0, 0, 30, ("a", "b"))
-    assert layout(arena) == [(30, 100, ("a", "b"))]
+    free_ranges = free_ranges_of(100)
+    free_ranges.put(free_ranges.take(100), ("a", "b"))
+    assert free_ranges.take(30) == Range(0, 0, 30, ("a", "b"))
+    assert layout(free_ranges) == [(30, 100, ("a", "b"))]
 
 
 def test_keeps_the_marks_that_a_block_was_taken_with():
-    arena = arena_of(10)
-    arena.put(arena.take(10), ("first",))
-    arena.put(arena.take(10), ("second",))
-    assert layout(arena) == [(0, 10, ("first", "second"))]
+    free_ranges = free_ranges_of(10)
+    free_ranges.put(free_ranges.take(10), ("first",))
+    free_ranges.put(free_ranges.take(10), ("second",))
+    assert layout(free_ranges) == [(0, 10, ("first", "second"))]
 
 
 def test_never_joins_regions():
-    arena = arena_of(10, 10)
-    low, high = arena.take(10), arena.take(10)
+    free_ranges = free_ranges_of(10, 10)
+    low, high = free_ranges.take(10), free_ranges.take(10)
     assert (low.region, high.region) == (0, 11)
-    arena.put(low, ())
-    arena.put(high, ())
-    assert layout(arena) == [(0, 10, ()), (11, 21, ())]
+    free_ranges.put(low, ())
+    free_ranges.put(high, ())
+    assert layout(free_ranges) == [(0, 10, ()), (11, 21, ())]
 
 
 def test_joins_the_slabs_of_a_region_and_blocks_reach_across():
-    arena = arena_of(10)
-    assert (arena.free_before(10), arena.free_before(9)) == (10, 0)
-    arena.add(0, 10, 25)
-    assert arena.take(20) == Range(0, 0, 20, ())
-    assert arena.free_before(25) == 5
+    free_ranges = free_ranges_of(10)
+    assert (free_ranges.free_before(10), free_ranges.free_before(9)) == (10, 0)
+    free_ranges.add(0, 10, 25)
+    assert free_ranges.take(20) == Range(0, 0, 20, ())
+    assert free_ranges.free_before(25) == 5
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_joins_the_slabs_of_a_region_and_blocks_reach_across():
     ],
 )
 def test_cuts_what_is_wholly_free_with_its_marks(span, cut, rest):
-    arena = arena_of(50)
-    blocks = [arena.take(10) for _ in range(5)]
+    free_ranges = free_ranges_of(50)
+    blocks = [free_ranges.take(10) for _ in range(5)]
     for index in (1, 2, 4):
-        arena.put(blocks[index], ("use",))
-    found = arena.cut(*span)
+        free_ranges.put(blocks[index], ("use",))
+    found = free_ranges.cut(*span)
     assert found == (None if cut is None else Range(0, *cut, ("use",)))
-    assert layout(arena) == [(*span, ("use",)) for span in rest]
+    assert layout(free_ranges) == [(*span, ("use",)) for span in rest]
 
 
 @pytest.mark.parametrize(

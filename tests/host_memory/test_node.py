@@ -75,7 +75,7 @@ def train(path, seed, seconds):
         lease.give_back()
     user.leave()
     until = time.monotonic() + 20
-    while pool.stats().pinned_bytes:  # the keeper may be amid a slab
+    while pool.stats().pinned_bytes:  # the housekeeping thread may be amid a slab
         assert time.monotonic() < until
 
 
@@ -137,7 +137,7 @@ def test_who_borrows_gives_back_what_is_free_when_another_wants_its_share(tmp_pa
     used, free = borrower.lease(10 * MIB), borrower.lease(35 * MIB)
     free.give_back()
     assert late.lease(20 * MIB) is None
-    borrower._keep()
+    borrower._do_housekeeping()
     assert borrower.stats().pinned_bytes < 11 * MIB  # the rest was one slab
     lease = late.lease(20 * MIB)
     assert lease is not None

@@ -35,8 +35,8 @@ class System:
         self.asked = []
 
     def stand_behind(self, pool):
-        self.supply, self.take = pool._supply, pool._supply._take
-        pool._supply._take = self._take
+        self.slab_source, self.take = pool._slab_source, pool._slab_source._take
+        pool._slab_source._take = self._take
 
     def _take(self, region, slab_bytes, *, pin):
         self.asked.append((slab_bytes, pin))
@@ -46,7 +46,7 @@ class System:
 
     @property
     def held_bytes(self):
-        return sum(slab.size_bytes for region in self.supply.regions.values() for slab in region.slabs)
+        return sum(slab.size_bytes for region in self.slab_source.regions.values() for slab in region.slabs)
 
 
 class Event:
@@ -292,7 +292,7 @@ def test_an_accelerator_that_pins_only_its_own_memory(monkeypatch):
     for lease in leases:
         lease.give_back()
     assert pool.trim() == 3 * 64 * KIB
-    assert (emptied, pool._supply.regions) == ([True], {})
+    assert (emptied, pool._slab_source.regions) == ([True], {})
 
 
 def test_what_the_system_has_left_bounds_growth_whatever_the_limit(monkeypatch):
@@ -601,11 +601,11 @@ def until(condition):
         time.sleep(0.001)
 
 
-def test_the_keeper_takes_memory_ahead_of_need_and_no_more_than_that():
+def test_the_housekeeping_thread_takes_memory_ahead_of_need_and_no_more_than_that():
     pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False), slab_bytes=4 * KIB)
     leases = [pool.lease(MIB) for _ in range(8)]
     until(lambda: pool.stats().pinned_bytes > 8 * MIB + 8 * MIB // 64)
-    until(lambda: pool._keeper._thread is None)
+    until(lambda: pool._housekeeping._thread is None)
     assert pool.stats().pinned_bytes <= 8.3 * MIB
     before = pool.stats()
     leases.append(pool.lease(100 * KIB))
@@ -615,7 +615,7 @@ def test_the_keeper_takes_memory_ahead_of_need_and_no_more_than_that():
     pool.close()
 
 
-def test_the_keeper_works_for_the_device_of_the_thread_that_trains(monkeypatch):
+def test_the_housekeeping_thread_works_for_the_device_of_the_thread_that_trains(monkeypatch):
     device, entered = torch.device("xpu", 3), []
     monkeypatch.setattr(pool_module, "accelerator_device", lambda: device)
     monkeypatch.setattr(pool_module, "on_device", lambda device: entered.append(device) or nullcontext())
@@ -627,7 +627,7 @@ def test_the_keeper_works_for_the_device_of_the_thread_that_trains(monkeypatch):
     pool.close()
 
 
-def test_the_keeper_rests_after_a_refusal_and_only_then():
+def test_the_housekeeping_thread_rests_after_a_refusal_and_only_then():
     system = System()
     pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False), slab_bytes=4 * KIB, background=False)
     system.stand_behind(pool)
@@ -635,16 +635,16 @@ def test_the_keeper_rests_after_a_refusal_and_only_then():
     peaks = []
 
     def grow_while_another_leases(wanted_bytes):
-        peaks.append(pool._books.recent_peak_bytes)
-        pool._books.recent_peak_bytes *= 2
+        peaks.append(pool._leases.recent_peak_bytes)
+        pool._leases.recent_peak_bytes *= 2
         return False
 
-    grow, pool._stock.grow = pool._stock.grow, grow_while_another_leases
-    pool._keep()
+    grow, pool._allocator.grow = pool._allocator.grow, grow_while_another_leases
+    pool._do_housekeeping()
     assert pool._ahead_bytes() > 0
-    pool._stock.grow = grow
+    pool._allocator.grow = grow
     system.largest = 0
-    pool._keep()
+    pool._do_housekeeping()
     assert len(system.asked) == 2
     assert pool._ahead_bytes() == 0
     lease.give_back()
@@ -655,7 +655,7 @@ def test_preallocation_happens_in_the_background_once_there_is_a_user():
     pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False, preallocate_bytes=8 * MIB), slab_bytes=4 * KIB)
     pool.add_user()
     until(lambda: pool.stats().pinned_bytes == 8 * MIB)
-    pool._keeper.stop()  # the lease would have it take more, ahead of need
+    pool._housekeeping.stop()  # the lease would have it take more, ahead of need
     allocations = pool.stats().allocations
     lease = pool.lease(8 * MIB)
     assert pool.stats().allocations == allocations
@@ -666,11 +666,11 @@ def test_preallocation_happens_in_the_background_once_there_is_a_user():
 def test_an_idle_pool_gives_memory_back():
     pool = HostPool(HostPoolSettings(64 * MIB, pin_memory=False, idle_trim_s=0.0), slab_bytes=4 * KIB)
     lease = pool.lease(MIB)
-    until(lambda: pool._keeper._thread is not None)
-    assert pool._keep() == pool_module.HOUSEKEEPING_S
+    until(lambda: pool._housekeeping._thread is not None)
+    assert pool._do_housekeeping() == pool_module.HOUSEKEEPING_S
     assert pool.stats().pinned_bytes >= MIB  # in use
     lease.give_back()
-    pool._keep()
+    pool._do_housekeeping()
     assert pool.stats().pinned_bytes == 0
 
 

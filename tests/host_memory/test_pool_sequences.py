@@ -149,7 +149,7 @@ class AnySequence(RuleBasedStateMachine):
     def blocks_lie_in_their_slab_and_not_in_each_other(self):
         spans = []
         for lease, (_, block) in self.live.items():
-            region = self.pool._supply.regions[block.region]
+            region = self.pool._slab_source.regions[block.region]
             offset = block.start - block.region
             assert offset % 512 == 0
             inside = [slab for slab in region.slabs if slab.start < block.end and block.start < slab.end]
@@ -165,7 +165,7 @@ class AnySequence(RuleBasedStateMachine):
             lease.give_back()
         self.live.clear()
         self.pool.stats()
-        free = sum(block.end - block.start for block in self.pool._books._arena.free_ranges())
+        free = sum(block.end - block.start for block in self.pool._leases._free_ranges.by_address())
         assert free == self.system.held_bytes
         self.pool.trim()
         assert self.pool.stats().pinned_bytes == self.system.held_bytes == 0

@@ -89,7 +89,7 @@ def test_a_pin_that_fails_at_any_of_the_first_fifty_changes_no_bit(
             return True
 
         monkeypatch.setattr(region_module, "register_host", register)
-        pool._supply._told_pin_failure = False
+        pool._slab_source._warned_of_pin_failure = False
         warnings.clear()
         assert same(train(model, section), expected)
         assert calls >= k
@@ -101,7 +101,7 @@ def test_a_pin_that_fails_at_any_of_the_first_fifty_changes_no_bit(
 def test_under_a_limit_of_a_few_pages_training_goes_on_and_says_what_was_short(
     monkeypatch, pool, warnings, model, expected
 ):
-    taken = pool._supply
+    taken = pool._slab_source
 
     def room():
         return Room(64 * 4096 - taken.held_bytes, 64 * 4096, "the cgroup")

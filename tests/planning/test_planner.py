@@ -8,11 +8,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ds_fgoffload.planning import simulator as simulation
-from ds_fgoffload.planning.planner import Wish, plan_round
+from ds_fgoffload.planning.planner import PlanGoal, plan_round
 from ds_fgoffload.profiling.profile import Passed, Recording
 from ds_fgoffload.schedule.plan import Kind, Moment, Place, Site
 
-FREE = Wish(max_overhead=0.0)
+FREE = PlanGoal(max_overhead=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def recording(*lines, held=(), link=10.0):
     return Recording(passed, link, link, frozenset(map(place, held)))
 
 
-def plan(rec, wish=FREE, **more):
+def plan(rec, goal=FREE, **more):
     """Names with the positions at which they leave and come back, and what is kept."""
-    forecast = plan_round(rec, wish, **more)
+    forecast = plan_round(rec, goal, **more)
     points = forecast.points
     gone = {p.site.unit: (points.release[p], points.reload[p]) for p in points.release}
     return gone, sorted(p.site.unit for p in points.kept), forecast
@@ -62,7 +62,7 @@ def test_what_is_copied_leaves_at_the_first_moment_after_its_copy_and_comes_back
 
 
 def test_copies_wait_for_each_other():
-    gone, _, _ = plan(recording(*FOUR, link=5.0), Wish(everything=True))
+    gone, _, _ = plan(recording(*FOUR, link=5.0), PlanGoal(everything=True))
     # a is copied until @2, b until @4, c until @6
     assert (gone["a"][0], gone["b"][0]) == (2, 4)
 
@@ -92,32 +92,32 @@ def test_what_backward_never_needed_is_not_copied():
 
 def test_time_buys_the_release_of_what_is_still_being_copied():
     slow = recording(*FOUR, link=2.5)
-    free, bought = plan(slow)[2], plan(slow, Wish(max_overhead=0.4))[2]
+    free, bought = plan(slow)[2], plan(slow, PlanGoal(max_overhead=0.4))[2]
     assert bought.peak_bytes < free.peak_bytes
     assert 0 < bought.stalled_ms <= 0.4 * 11
 
 
 def test_a_target_takes_the_first_saved_and_no_more():
-    gone, kept, forecast = plan(recording(*FOUR), Wish(target_saved_bytes=10))
+    gone, kept, forecast = plan(recording(*FOUR), PlanGoal(target_saved_bytes=10))
     assert (list(gone), kept, forecast.peak_bytes) == (["a"], ["b", "c", "d"], 30)
 
 
 @pytest.mark.parametrize(("overhead", "peak_bytes"), [(None, 20), (0.0, 30), (1.0, 20)])
 def test_a_target_stays_within_an_overhead_that_was_given(overhead, peak_bytes):
     slow = recording(*FOUR, link=4.0)
-    forecast = plan(slow, Wish(target_saved_bytes=20, max_overhead=overhead))[2]
+    forecast = plan(slow, PlanGoal(target_saved_bytes=20, max_overhead=overhead))[2]
     assert forecast.peak_bytes == peak_bytes
 
 
 def test_room_is_made_whatever_it_costs():
     slow = recording(*FOUR[:4], "open x @4", "need d @10", "need c @16", "need b @22", "need a @28", link=2.5)
-    forecast = plan(slow, Wish(max_overhead=0.0, room_bytes=25))[2]
+    forecast = plan(slow, PlanGoal(max_overhead=0.0, room_bytes=25))[2]
     assert forecast.peak_bytes <= 25
     assert forecast.stalled_ms > 0
 
 
 def test_everything_is_copied_and_the_window_holds():
-    _, kept, forecast = plan(recording(*FOUR), Wish(everything=True))
+    _, kept, forecast = plan(recording(*FOUR), PlanGoal(everything=True))
     assert (kept, forecast.copied_bytes, forecast.points.within_window) == ([], 40, True)
     assert forecast.points.reload.keys() == set(map(place, "abcd"))
 
@@ -150,7 +150,7 @@ def test_any_round_is_planned_within_what_is_allowed(saves, link, overhead, data
         now_ms += saves[number][1]
         lines.append(f"need s{number} @{now_ms}")
     rec = recording(*lines, link=link)
-    forecast = plan(rec, Wish(max_overhead=overhead))[2]
+    forecast = plan(rec, PlanGoal(max_overhead=overhead))[2]
     points = forecast.points
     assert forecast.stalled_ms <= overhead * rec.length_ms + 1e-6
     assert forecast.peak_bytes <= rec.peak_bytes
@@ -158,5 +158,5 @@ def test_any_round_is_planned_within_what_is_allowed(saves, link, overhead, data
         assert gone not in points.kept
         saved, needed = (points.positions[Moment(kind, gone)] for kind in (Kind.SAVED, Kind.NEEDED))
         assert saved <= points.release[gone] < points.reload[gone] <= needed
-    again = plan(dataclasses.replace(rec, held=frozenset(points.kept)), Wish(max_overhead=overhead))[2]
+    again = plan(dataclasses.replace(rec, held=frozenset(points.kept)), PlanGoal(max_overhead=overhead))[2]
     assert again.peak_bytes <= forecast.peak_bytes

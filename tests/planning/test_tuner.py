@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from ds_fgoffload.planning import tuner as tuner_module
-from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.planning.tuner import Tuner
 from ds_fgoffload.schedule.plan import Action, Plan
 from tests.helpers.simulated import Training
 
 NOTHING = Plan(default=Action.KEEP, sites={"": ""})
 LAYER_BYTES = 4000
-FREE = Wish(max_overhead=0.0)
+FREE = PlanGoal(max_overhead=0.0)
 
 
 def plain(**shape):
@@ -23,7 +23,7 @@ def plain(**shape):
     [(20000, 5 * LAYER_BYTES), (5000, 4 * LAYER_BYTES), (2500, 2 * LAYER_BYTES)],
 )
 def test_what_the_link_carries_is_freed_and_costs_nothing(link_bytes_per_ms, fewest_bytes_freed):
-    without, found = plain(), Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms).steady()
+    without, found = plain(), Training(goal=FREE, link_bytes_per_ms=link_bytes_per_ms).steady()
     assert without.peak_bytes - found.peak_bytes >= fewest_bytes_freed
     assert (found.waited_ms, found.late_reloads) == (0, 0)
     assert found.took_ms == pytest.approx(without.took_ms)
@@ -31,42 +31,42 @@ def test_what_the_link_carries_is_freed_and_costs_nothing(link_bytes_per_ms, few
 
 
 def test_windows_stall_where_points_do_not():
-    by_windows = Training(wish=None, link_bytes_per_ms=2500).steady()
-    by_points = Training(wish=FREE, link_bytes_per_ms=2500).steady()
+    by_windows = Training(goal=None, link_bytes_per_ms=2500).steady()
+    by_points = Training(goal=FREE, link_bytes_per_ms=2500).steady()
     assert by_windows.waited_ms > 3
     assert by_points.waited_ms == 0
 
 
 def test_more_time_buys_more_memory():
-    free = Training(wish=FREE, link_bytes_per_ms=2500).steady()
-    bought = Training(wish=Wish(max_overhead=0.1), link_bytes_per_ms=2500).steady()
+    free = Training(goal=FREE, link_bytes_per_ms=2500).steady()
+    bought = Training(goal=PlanGoal(max_overhead=0.1), link_bytes_per_ms=2500).steady()
     assert bought.peak_bytes <= free.peak_bytes - LAYER_BYTES
     assert 0 < bought.waited_ms <= 0.1 * plain().took_ms
 
 
 def test_no_more_is_copied_than_the_target_takes():
-    wish = Wish(target_saved_bytes=2 * LAYER_BYTES)
-    found = Training(wish=wish, link_bytes_per_ms=20000).steady()
+    goal = PlanGoal(target_saved_bytes=2 * LAYER_BYTES)
+    found = Training(goal=goal, link_bytes_per_ms=20000).steady()
     assert plain().peak_bytes - found.peak_bytes >= 2 * LAYER_BYTES
     assert found.offloaded_bytes <= 3 * LAYER_BYTES
 
 
 def test_a_target_is_reached_also_if_compute_has_to_wait_for_it():
-    wish = Wish(target_saved_bytes=2 * LAYER_BYTES)
-    found = Training(wish=wish, link_bytes_per_ms=1000).steady()
+    goal = PlanGoal(target_saved_bytes=2 * LAYER_BYTES)
+    found = Training(goal=goal, link_bytes_per_ms=1000).steady()
     assert plain().peak_bytes - found.peak_bytes >= 2 * LAYER_BYTES
     assert found.waited_ms > 0
 
 
 def test_a_device_that_is_too_small_for_the_free_plan_gets_a_dearer_one():
-    roomy = Training(wish=FREE, link_bytes_per_ms=2500).steady()
-    tight = Training(wish=FREE, link_bytes_per_ms=2500, total_bytes=roomy.peak_bytes - LAYER_BYTES).steady()
+    roomy = Training(goal=FREE, link_bytes_per_ms=2500).steady()
+    tight = Training(goal=FREE, link_bytes_per_ms=2500, total_bytes=roomy.peak_bytes - LAYER_BYTES).steady()
     assert tight.peak_bytes < roomy.peak_bytes
     assert tight.waited_ms > 0
 
 
 def test_memory_is_known_at_all_moments_of_a_round_or_at_none(monkeypatch):
-    training, rounds = Training(wish=FREE, link_bytes_per_ms=5000), []
+    training, rounds = Training(goal=FREE, link_bytes_per_ms=5000), []
     consider = Tuner._consider
     monkeypatch.setattr(Tuner, "_consider", lambda tuner, one: (rounds.append(one), consider(tuner, one)))
     training.steady(20)
@@ -81,15 +81,15 @@ def test_memory_is_known_at_all_moments_of_a_round_or_at_none(monkeypatch):
 
 def test_a_peak_of_long_ago_takes_no_room():
     """torch's peak is that since the process began, or since the user has reset it."""
-    roomy = Training(wish=FREE, link_bytes_per_ms=2500).steady()
-    training = Training(wish=FREE, link_bytes_per_ms=2500, total_bytes=2 * roomy.peak_bytes)
+    roomy = Training(goal=FREE, link_bytes_per_ms=2500).steady()
+    training = Training(goal=FREE, link_bytes_per_ms=2500, total_bytes=2 * roomy.peak_bytes)
     training.streams.peak_bytes = 2 * roomy.peak_bytes
     found = training.steady()
     assert (found.peak_bytes, found.waited_ms) == (roomy.peak_bytes, 0)
 
 
 def test_everything_is_copied_if_that_is_wished():
-    found = Training(wish=Wish(everything=True), link_bytes_per_ms=5000).steady()
+    found = Training(goal=PlanGoal(everything=True), link_bytes_per_ms=5000).steady()
     assert found.offloaded_bytes == 8 * LAYER_BYTES
     assert (found.waited_ms, found.late_reloads) == (0, 0)
 
@@ -105,24 +105,24 @@ def test_reads_of_the_device_do_not_wait_for_copies(link_bytes_per_ms, copied, r
         return made
 
     without = training(plan=NOTHING).steady()
-    found = training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms).steady(20)
+    found = training(goal=FREE, link_bytes_per_ms=link_bytes_per_ms).steady(20)
     assert found.took_ms == pytest.approx(without.took_ms)
     assert (found.offloaded_bytes > 0) == copied
-    eager = training(wish=None, link_bytes_per_ms=link_bytes_per_ms).steady()
+    eager = training(goal=None, link_bytes_per_ms=link_bytes_per_ms).steady()
     assert (eager.took_ms > without.took_ms + 1) != copied
 
 
 def test_what_was_read_in_the_first_round_alone_does_not_decide_the_next():
     """Units under ``recompute`` are tried in it, and compared bit by bit."""
-    training = Training(wish=FREE, link_bytes_per_ms=5000, reads=True)
+    training = Training(goal=FREE, link_bytes_per_ms=5000, reads=True)
     training.step()
     for layer in training.model:
         layer.reads = False
-    assert training.steady().offloaded_bytes == Training(wish=FREE, link_bytes_per_ms=5000).steady().offloaded_bytes
+    assert training.steady().offloaded_bytes == Training(goal=FREE, link_bytes_per_ms=5000).steady().offloaded_bytes
 
 
 def test_what_took_long_in_the_first_round_does_not_decide_the_next():
-    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    training = Training(goal=FREE, link_bytes_per_ms=5000)
     for layer in training.model:
         layer.ms *= 50
     training.step()
@@ -133,7 +133,7 @@ def test_what_took_long_in_the_first_round_does_not_decide_the_next():
 
 
 def test_layers_that_become_faster_are_planned_anew():
-    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    training = Training(goal=FREE, link_bytes_per_ms=5000)
     training.steady(20)
     for layer in training.model:
         layer.ms /= 4
@@ -142,7 +142,7 @@ def test_layers_that_become_faster_are_planned_anew():
 
 @pytest.mark.parametrize(("link_bytes_per_ms", "reads"), [(2500, False), (20000, True)])
 def test_time_that_may_be_added_is_less_where_rounds_become_shorter(link_bytes_per_ms, reads):
-    training = Training(wish=Wish(max_overhead=0.1), link_bytes_per_ms=link_bytes_per_ms, reads=reads)
+    training = Training(goal=PlanGoal(max_overhead=0.1), link_bytes_per_ms=link_bytes_per_ms, reads=reads)
     training.steady(40)
     for layer in training.model:
         layer.ms /= 4
@@ -152,7 +152,7 @@ def test_time_that_may_be_added_is_less_where_rounds_become_shorter(link_bytes_p
 
 
 def test_layers_that_become_slower_leave_the_link_more_time_in_the_end():
-    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    training = Training(goal=FREE, link_bytes_per_ms=2500)
     before = training.steady(20)
     for layer in training.model:
         layer.ms *= 2
@@ -165,7 +165,7 @@ def test_layers_that_become_slower_leave_the_link_more_time_in_the_end():
     "lengths_ms", [(1.0, 1.1, 1.1), (0.9, 0.9, 0.9)], ids=["longer now and then", "shorter, but long enough"]
 )
 def test_rounds_of_other_lengths_that_wait_for_nothing_change_no_plan(lengths_ms):
-    training = Training(wish=FREE, link_bytes_per_ms=20000)
+    training = Training(goal=FREE, link_bytes_per_ms=20000)
     training.steady(20)
     forecast = training.offloader._tuner.forecast
     for number in range(24):
@@ -177,7 +177,7 @@ def test_rounds_of_other_lengths_that_wait_for_nothing_change_no_plan(lengths_ms
 
 
 def test_another_structure_is_planned_anew():
-    training = Training(wish=FREE, link_bytes_per_ms=20000)
+    training = Training(goal=FREE, link_bytes_per_ms=20000)
     training.steady()
     del training.model[6:]
     assert training.steady(20).late_reloads == 0
@@ -185,7 +185,7 @@ def test_another_structure_is_planned_anew():
 
 
 def test_another_structure_is_looked_at_in_every_round_also_where_a_plan_had_proved_right():
-    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    training = Training(goal=FREE, link_bytes_per_ms=2500)
     training.steady(40)
     forecast = training.offloader._tuner.forecast
     del training.model[6:]
@@ -194,7 +194,7 @@ def test_another_structure_is_looked_at_in_every_round_also_where_a_plan_had_pro
 
 
 def test_the_cache_is_emptied_once_when_a_plan_has_taken_effect():
-    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    training = Training(goal=FREE, link_bytes_per_ms=5000)
     training.steady(30)
     assert training.streams.emptied == 1
     for layer in training.model:
@@ -204,8 +204,8 @@ def test_the_cache_is_emptied_once_when_a_plan_has_taken_effect():
 
 
 def test_a_link_that_was_disturbed_at_first_carries_more_in_the_end():
-    undisturbed = Training(wish=FREE, link_bytes_per_ms=5000).steady()
-    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    undisturbed = Training(goal=FREE, link_bytes_per_ms=5000).steady()
+    training = Training(goal=FREE, link_bytes_per_ms=2500)
     disturbed = training.steady(20)
     assert disturbed.peak_bytes > undisturbed.peak_bytes
     training.streams.link_bytes_per_ms = 5000
@@ -215,7 +215,7 @@ def test_a_link_that_was_disturbed_at_first_carries_more_in_the_end():
 
 def test_a_plan_that_could_be_little_better_stays(monkeypatch):
     monkeypatch.setattr(tuner_module, "WORTH_IT", 0.5)  # layers are too large here for less
-    training = Training(wish=FREE, link_bytes_per_ms=2500)
+    training = Training(goal=FREE, link_bytes_per_ms=2500)
     training.steady(20)
     forecast = training.offloader._tuner.forecast
     training.streams.link_bytes_per_ms = 5000
@@ -224,7 +224,7 @@ def test_a_plan_that_could_be_little_better_stays(monkeypatch):
 
 
 def test_waits_are_counted_by_unit():
-    training = Training(wish=Wish(everything=True), link_bytes_per_ms=2500)
+    training = Training(goal=PlanGoal(everything=True), link_bytes_per_ms=2500)
     found = training.steady()
     waited_ms = training.streams.waited_ms
     training.step()
@@ -235,14 +235,14 @@ def test_waits_are_counted_by_unit():
 
 
 def test_nothing_is_planned_if_the_user_has_set_windows():
-    training = Training(wish=None, plan=Plan(release_window_bytes=0))
+    training = Training(goal=None, plan=Plan(release_window_bytes=0))
     found = training.steady()
     assert training.offloader._tuner.forecast is None
     assert found.offloaded_bytes == 8 * LAYER_BYTES
 
 
 def test_a_plan_that_has_proved_right_is_looked_at_now_and_then():
-    training = Training(wish=Wish(max_overhead=0.1), link_bytes_per_ms=2500)
+    training = Training(goal=PlanGoal(max_overhead=0.1), link_bytes_per_ms=2500)
     training.steady(20)
     fences = training.streams.fences
     waited_ms, told_ms = training.streams.waited_ms, training.offloader.stats().stalled_ms
@@ -258,7 +258,7 @@ def test_a_plan_that_has_proved_right_is_looked_at_now_and_then():
 
 
 def test_where_nothing_is_copied_hardly_anything_is_looked_at(monkeypatch):
-    training, asked = Training(plan=NOTHING, wish=FREE), []
+    training, asked = Training(plan=NOTHING, goal=FREE), []
     monkeypatch.setattr(training.streams, "peak_allocated_bytes", lambda: asked.append(1) or 0)
     training.steady(20)
     assert asked
@@ -270,7 +270,7 @@ def test_where_nothing_is_copied_hardly_anything_is_looked_at(monkeypatch):
 
 
 def test_a_round_that_is_fast_now_and_then_is_in_time_too():
-    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    training = Training(goal=FREE, link_bytes_per_ms=5000)
     for number in range(24):
         for layer in training.model:
             layer.ms = 0.9 if number % 3 == 0 else 1.0
@@ -282,8 +282,8 @@ def test_a_round_that_is_fast_now_and_then_is_in_time_too():
 
 @pytest.mark.parametrize("link_bytes_per_ms", [2600, 3600])
 def test_layers_that_are_fast_in_turn_are_not_taken_for_a_round_in_which_all_are(link_bytes_per_ms):
-    steady = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, layers=16).steady()
-    training = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, layers=16)
+    steady = Training(goal=FREE, link_bytes_per_ms=link_bytes_per_ms, layers=16).steady()
+    training = Training(goal=FREE, link_bytes_per_ms=link_bytes_per_ms, layers=16)
     for number in range(25):
         for position, layer in enumerate(training.model):
             layer.ms = 0.95 if position // 4 == number % 4 else 1.0
@@ -294,9 +294,9 @@ def test_layers_that_are_fast_in_turn_are_not_taken_for_a_round_in_which_all_are
 
 @pytest.mark.parametrize("link_bytes_per_ms", [1500, 2000, 2500])
 def test_time_that_may_be_added_is_that_of_usual_rounds(link_bytes_per_ms):
-    wish = Wish(max_overhead=0.15)
-    steady = Training(wish=wish, link_bytes_per_ms=link_bytes_per_ms).steady()
-    training = Training(wish=wish, link_bytes_per_ms=link_bytes_per_ms)
+    goal = PlanGoal(max_overhead=0.15)
+    steady = Training(goal=goal, link_bytes_per_ms=link_bytes_per_ms).steady()
+    training = Training(goal=goal, link_bytes_per_ms=link_bytes_per_ms)
     for number in range(26):
         for layer in training.model:
             layer.ms = 1.0 if number % 3 else 0.9
@@ -307,7 +307,7 @@ def test_time_that_may_be_added_is_that_of_usual_rounds(link_bytes_per_ms):
 
 
 def test_moments_are_the_objects_of_the_last_round_and_no_others_are_kept():
-    training = Training(wish=FREE, link_bytes_per_ms=5000)
+    training = Training(goal=FREE, link_bytes_per_ms=5000)
     for _ in range(4):
         training.step()
     recorder = training.offloader._tuner._recorder
@@ -326,7 +326,7 @@ PIPELINE = {"stages": 3, "micro_batches": 6, "layers": 6}
 @pytest.mark.parametrize(("link_bytes_per_ms", "layers_freed"), [(1400, 6), (1000, 4), (600, 2)])
 def test_a_link_that_cannot_carry_it_all_carries_what_is_away_longest(link_bytes_per_ms, layers_freed):
     """A micro-batch takes 18 ms of a stage and saves 24000 bytes: at 1333 a millisecond the way back is full."""
-    found = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, **PIPELINE).steady()
+    found = Training(goal=FREE, link_bytes_per_ms=link_bytes_per_ms, **PIPELINE).steady()
     assert plain(**PIPELINE).peak_bytes - found.peak_bytes >= layers_freed * LAYER_BYTES
     assert (found.waited_ms, found.late_reloads) == (0, 0)
 
@@ -334,7 +334,7 @@ def test_a_link_that_cannot_carry_it_all_carries_what_is_away_longest(link_bytes
 @pytest.mark.parametrize("link_bytes_per_ms", [20000, 5000])
 def test_a_pipeline_stage_is_planned_over_all_its_micro_batches(link_bytes_per_ms):
     without = plain(**PIPELINE)
-    found = Training(wish=FREE, link_bytes_per_ms=link_bytes_per_ms, **PIPELINE).steady()
+    found = Training(goal=FREE, link_bytes_per_ms=link_bytes_per_ms, **PIPELINE).steady()
     # Three micro-batches are in flight, of six layers each; two of them wait for their backward.
     assert without.peak_bytes - found.peak_bytes >= 8 * LAYER_BYTES
     assert (found.waited_ms, found.late_reloads) == (0, 0)

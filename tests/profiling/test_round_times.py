@@ -14,7 +14,7 @@ from ds_fgoffload import api
 from ds_fgoffload.device.streams import Fence
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
-from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.profiling.recording import StepRecording
 from ds_fgoffload.profiling.round_times import Wait, wait_spans
 from ds_fgoffload.reporting.page import page
@@ -25,7 +25,7 @@ from tests.helpers.simulated import Event, Layer, SimulatedStreams, Training
 
 LAYER_BYTES = 4000
 LAYERS = 8
-EVERYTHING = Wish(everything=True)
+EVERYTHING = PlanGoal(everything=True)
 
 
 def recorded(training: Training, rounds: int = 12) -> tuple[StepRecording, float]:
@@ -46,7 +46,7 @@ def recorded(training: Training, rounds: int = 12) -> tuple[StepRecording, float
 
 
 def test_every_storage_goes_its_way_in_order() -> None:
-    step, _ = recorded(Training(wish=EVERYTHING, link_bytes_per_ms=5000))
+    step, _ = recorded(Training(goal=EVERYTHING, link_bytes_per_ms=5000))
     assert [(s.unit, s.bytes) for s in step.storages] == [(str(n), LAYER_BYTES) for n in range(LAYERS)]
     for storage in step.storages:
         begin_ms, end_ms = storage.d2h
@@ -64,7 +64,7 @@ def test_every_storage_goes_its_way_in_order() -> None:
 
 
 def test_the_curves_are_those_of_the_device() -> None:
-    training = Training(wish=EVERYTHING, link_bytes_per_ms=20000)
+    training = Training(goal=EVERYTHING, link_bytes_per_ms=20000)
     step, _ = recorded(training)
     assert max(size for _, size in step.saved_bytes(offloaded=False)) == LAYERS * LAYER_BYTES
     assert max(size for _, size in step.saved_bytes(offloaded=True)) <= 3 * LAYER_BYTES
@@ -74,7 +74,7 @@ def test_the_curves_are_those_of_the_device() -> None:
 
 
 def test_calls_forward_and_backward_take_as_long_as_the_layers() -> None:
-    step, _ = recorded(Training(wish=EVERYTHING, link_bytes_per_ms=20000))
+    step, _ = recorded(Training(goal=EVERYTHING, link_bytes_per_ms=20000))
     forward = [call for call in step.calls if not call.backward]
     backward = [call for call in step.calls if call.backward]
     assert [call.unit for call in forward] == [str(n) for n in range(LAYERS)]
@@ -85,7 +85,7 @@ def test_calls_forward_and_backward_take_as_long_as_the_layers() -> None:
 
 
 def test_stalls_are_all_that_compute_waited_and_say_for_what() -> None:
-    step, waited_ms = recorded(Training(wish=EVERYTHING, link_bytes_per_ms=2500))
+    step, waited_ms = recorded(Training(goal=EVERYTHING, link_bytes_per_ms=2500))
     assert waited_ms > 1
     assert step.stalled_ms == pytest.approx(waited_ms)
     assert {stall.cause for stall in step.stalls} == {"release"}
@@ -98,9 +98,9 @@ def test_stalls_are_all_that_compute_waited_and_say_for_what() -> None:
 
 
 def test_a_step_is_recorded_while_a_settled_plan_marks_few_rounds() -> None:
-    training = Training(wish=Wish(max_overhead=0.1), link_bytes_per_ms=2500)
+    training = Training(goal=PlanGoal(max_overhead=0.1), link_bytes_per_ms=2500)
     step, _ = recorded(training, rounds=21)
-    plain = recorded(Training(wish=None, plan=Plan(release_window_bytes=0), link_bytes_per_ms=2500))[0]
+    plain = recorded(Training(goal=None, plan=Plan(release_window_bytes=0), link_bytes_per_ms=2500))[0]
     assert len(step.calls) == len(plain.calls) == 2 * LAYERS
     assert step.memory
     told = training.offloader.rounds.planned
@@ -108,7 +108,7 @@ def test_a_step_is_recorded_while_a_settled_plan_marks_few_rounds() -> None:
 
 
 def test_what_is_dropped_without_backward_is_freed_and_does_not_come_back() -> None:
-    training = Training(wish=EVERYTHING, link_bytes_per_ms=20000)
+    training = Training(goal=EVERYTHING, link_bytes_per_ms=20000)
     seen: list[StepRecording] = []
     training.offloader._transfer.recorder.show(seen.append)
     x = torch.linspace(0.9, 1.1, LAYER_BYTES // 4).requires_grad_()
@@ -125,7 +125,7 @@ def test_what_is_dropped_without_backward_is_freed_and_does_not_come_back() -> N
 
 
 def test_a_round_in_which_nothing_happens_is_no_step() -> None:
-    training = Training(wish=EVERYTHING)
+    training = Training(goal=EVERYTHING)
     seen: list[StepRecording] = []
     training.offloader._transfer.recorder.show(seen.append)
     training.offloader.begin_micro_batch()
@@ -144,7 +144,7 @@ def test_waits_that_begin_together_are_one_after_the_other() -> None:
 
 
 def test_rounds_that_nobody_wants_to_see_keep_nothing_for_it() -> None:
-    training = Training(wish=EVERYTHING)
+    training = Training(goal=EVERYTHING)
     training.steady()
     recorder = training.offloader._transfer.recorder
     assert recorder._round.deaths == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
-from ds_fgoffload.planning.planner import Wish
+from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.reporting.report import RankCounts, render
 from ds_fgoffload.reporting.step_log import StepLog
 from ds_fgoffload.schedule.plan import Action, Plan
@@ -14,7 +14,7 @@ from tests.helpers.simulated import Training
 LAYER_BYTES = 4000
 LAYERS = 8
 LINK = 2500
-WAITING = Wish(max_overhead=0.1)
+WAITING = PlanGoal(max_overhead=0.1)
 
 
 def counts(training: Training) -> RankCounts:
@@ -27,7 +27,7 @@ def remarks(training: Training, about: str) -> list[str]:
 
 
 def test_the_rate_is_that_of_the_link_from_the_first_round_on() -> None:
-    training = Training(wish=WAITING, link_bytes_per_ms=LINK)
+    training = Training(goal=WAITING, link_bytes_per_ms=LINK)
     for _ in range(3):
         training.step()
         stats = training.offloader.stats()
@@ -37,7 +37,7 @@ def test_the_rate_is_that_of_the_link_from_the_first_round_on() -> None:
 
 
 def test_the_plan_that_is_told_is_what_the_next_step_does() -> None:
-    training = Training(wish=WAITING, link_bytes_per_ms=LINK)
+    training = Training(goal=WAITING, link_bytes_per_ms=LINK)
     found = training.steady()
     planned = training.offloader.stats().rounds.planned
     assert planned.copied_bytes == found.offloaded_bytes < planned.saved_bytes == LAYERS * LAYER_BYTES
@@ -52,7 +52,7 @@ def test_the_plan_that_is_told_is_what_the_next_step_does() -> None:
 
 
 def test_no_plan_is_told_where_there_is_none() -> None:
-    training = Training(wish=None, link_bytes_per_ms=LINK)
+    training = Training(goal=None, link_bytes_per_ms=LINK)
     training.steady()
     assert remarks(training, "planned") == []
     assert remarks(training, "GB/s out") != []
@@ -60,7 +60,7 @@ def test_no_plan_is_told_where_there_is_none() -> None:
 
 def test_reads_are_told_with_what_copies_cost_them() -> None:
     """By windows the copy of each layer's input delays its read; the plan copies nothing that would."""
-    training = Training(wish=Wish(max_overhead=0.0), link_bytes_per_ms=5000, reads=True)
+    training = Training(goal=PlanGoal(max_overhead=0.0), link_bytes_per_ms=5000, reads=True)
     without_ms = Training(plan=Plan(default=Action.KEEP, sites={"": ""}), reads=True).steady().took_ms
     delayed_ms = 0.0
     for _ in range(12):
@@ -77,7 +77,7 @@ def test_reads_are_told_with_what_copies_cost_them() -> None:
 
 
 def test_monitors_get_the_times_of_each_step() -> None:
-    training = Training(wish=WAITING, link_bytes_per_ms=LINK)
+    training = Training(goal=WAITING, link_bytes_per_ms=LINK)
     log = StepLog(0)
     waited_ms = told_ms = 0.0
     for _ in range(12):
