@@ -112,7 +112,7 @@ def test_nested_tensors_through_layers(section):
     assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
     units = attachment.stats().units
     assert ("modules" in section) == (sum(unit.skipped["not_strided"] for unit in units.values()) > 0)
-    assert ("recompute" in section) == ("not a plain strided tensor" in units["0"].recompute_refused)
+    assert "modules" in section or "not a plain strided tensor" in units["0"].recompute_refused
     attachment.detach()
 
 
