@@ -111,8 +111,8 @@ def _tell(board: _Board, stats_file: Path | None) -> None:
     if not mine:
         logger.warning(SWITCHED_OFF if is_switched_off() else NOTHING_OFFLOADED)
     engines = []
-    for told in zip(*ranks, strict=False):
-        engine, news = zip(*told, strict=True)
+    for of_ranks in zip(*ranks, strict=False):
+        engine, news = zip(*of_ranks, strict=True)
         engines.append(engine)
         if any(news):
             show(render(engine))

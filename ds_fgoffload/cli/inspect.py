@@ -242,14 +242,14 @@ def inspect_transformers(random_model: RandomModel, micro_batches: int, progress
 
 def _ended(code: object, found: Inspection | None) -> RunFailedError:
     """By ``sys.exit(code)``, where ``code`` may be what Python prints before it ends with 1."""
-    number, told = (code, "") if isinstance(code, int) else (1, f"{code}\n")
+    number, output = (code, "") if isinstance(code, int) else (1, f"{code}\n")
     message = f"the script ended with exit code {number} before"
     if found is None:
-        return RunFailedError(f"{message} it made a DeepSpeed engine", told, None, number)
+        return RunFailedError(f"{message} it made a DeepSpeed engine", output, None, number)
     if found.inventory.forward_ms is None or not found.inventory.records:
-        return RunFailedError(f"{message} a forward with gradients was over", told, None, number)
+        return RunFailedError(f"{message} a forward with gradients was over", output, None, number)
     message += " its micro-batches were over; what is shown was saved until then"
-    return RunFailedError(message, told, found, number)
+    return RunFailedError(message, output, found, number)
 
 
 def _failure(error: Exception, found: Inspection | None, traceback: str, what: str, remedy: str) -> RunFailedError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_fgoffload.planning.simulator import Outcome, Round
-from ds_fgoffload.profiling.profile import Recording
+from ds_fgoffload.profiling.profile import RoundProfile
 from ds_fgoffload.schedule.plan import Place, Points
 
 
@@ -35,50 +35,52 @@ class Forecast(NamedTuple):
 
     points: Points
     peak_bytes: int
-    """Highest memory at a moment of the round; without offloading it is the recording's."""
+    """Highest memory at a moment of the round; without offloading it is the profile's."""
     stalled_ms: float
     copied_bytes: int
 
 
-def plan_round(recording: Recording, goal: PlanGoal, *, caution: float = 1.0) -> Forecast:
+def plan_round(profile: RoundProfile, goal: PlanGoal, *, caution: float = 1.0) -> Forecast:
     """The points for rounds that go like the recorded one.
 
     Args:
-        recording: the round.
+        profile: the round.
         goal: what is allowed and asked for.
         caution: by how much copies are taken to be slower than was measured, and spare times longer.
     """
-    the_round = Round(recording, caution)
+    the_round = Round(profile, caution)
     if goal.everything:
-        outcome = the_round.simulate(the_round.candidates, choosy=False)
+        outcome = the_round.simulate(the_round.candidates, in_time_only=False)
         return _forecast(the_round, outcome, kept=(), within_window=True)
-    ranked = the_round.ranked(the_round.candidates - recording.held)
+    ranked = the_round.ranked(the_round.candidates - profile.held)
     best = the_round.lowest_peak(ranked)
     free = the_round.simulate(best)
     choices = (best, set(ranked))
     limit_bytes = 0
     if goal.max_overhead is not None or goal.target_saved_bytes is None:
-        allowed_ms = (goal.max_overhead or 0.0) * recording.length_ms
+        allowed_ms = (goal.max_overhead or 0.0) * profile.length_ms
         limit_bytes = min(the_round.least_peak(chosen, free.peak_bytes, allowed_ms) for chosen in choices)
     if goal.target_saved_bytes is not None:
-        limit_bytes = max(limit_bytes, recording.peak_bytes - goal.target_saved_bytes)
+        limit_bytes = max(limit_bytes, profile.peak_bytes - goal.target_saved_bytes)
     if goal.room_bytes is not None:
         limit_bytes = min(limit_bytes, goal.room_bytes)
-    found, choosy, presses = free, True, limit_bytes < free.peak_bytes
+    found, in_time_only, presses = free, True, limit_bytes < free.peak_bytes
     if presses:
         tried = [
-            (the_round.simulate(chosen, limit_bytes, choosy=choosy), choosy)
-            for choosy in (True, False)
+            (the_round.simulate(chosen, limit_bytes, in_time_only=in_time_only), in_time_only)
+            for in_time_only in (True, False)
             for chosen in choices
         ]
-        found, choosy = min(tried, key=lambda one: (max(limit_bytes, one[0].peak_bytes), not one[1], one[0].stalled_ms))
+        found, in_time_only = min(
+            tried, key=lambda one: (max(limit_bytes, one[0].peak_bytes), not one[1], one[0].stalled_ms)
+        )
     limit_bytes = max(limit_bytes, found.peak_bytes)
     useful = the_round.useful(found, limit_bytes)
     final = the_round.fewest(
         [place for place in ranked if place in useful],
         limit_bytes,
         allowed_ms=found.stalled_ms,
-        choosy=choosy,
+        in_time_only=in_time_only,
         presses=presses,
     )
     return _forecast(the_round, final, kept=the_round.saved.keys() - final.absences.keys(), within_window=False)

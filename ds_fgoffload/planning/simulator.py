@@ -16,7 +16,7 @@ from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
-from ds_fgoffload.profiling.profile import Recording
+from ds_fgoffload.profiling.profile import RoundProfile
 from ds_fgoffload.schedule.plan import Kind, Moment, Place, Site
 
 SPARE_TIME_MS = 0.2
@@ -47,12 +47,12 @@ class Outcome:
 class Round:
     """The recorded round, and what would become of it."""
 
-    def __init__(self, recording: Recording, caution: float) -> None:
-        self.passed = recording.passed
+    def __init__(self, profile: RoundProfile, caution: float) -> None:
+        self.passed = profile.passed
         self.times_ms = [passed.at_ms for passed in self.passed]
         self.spare_ms = SPARE_TIME_MS * caution
-        self.d2h_bytes_per_ms = recording.d2h_bytes_per_ms / caution
-        self.h2d_bytes_per_ms = recording.h2d_bytes_per_ms / caution
+        self.d2h_bytes_per_ms = profile.d2h_bytes_per_ms / caution
+        self.h2d_bytes_per_ms = profile.h2d_bytes_per_ms / caution
         self.positions: dict[Moment, int] = {}
         self.saved: dict[Place, int] = {}
         self.needed: dict[Place, int] = {}
@@ -104,15 +104,17 @@ class Round:
                 best, best_bytes = more, peak_bytes
         return best
 
-    def simulate(self, chosen: AbstractSet[Place], limit_bytes: int | None = None, *, choosy: bool = True) -> Outcome:
+    def simulate(
+        self, chosen: AbstractSet[Place], limit_bytes: int | None = None, *, in_time_only: bool = True
+    ) -> Outcome:
         """The round with ``chosen`` copied.
 
         Args:
             chosen: what is copied, in the order of the saves.
             limit_bytes: memory at which the oldest leave before their copies are over: compute waits.
-            choosy: what would make a read wait, or be needed before it is over, is not copied.
+            in_time_only: what would make a read wait, or be needed before it is over, is not copied.
         """
-        return _Simulation(self, chosen, limit_bytes, choosy=choosy).run()
+        return _Simulation(self, chosen, limit_bytes, in_time_only=in_time_only).run()
 
     def least_peak(self, chosen: AbstractSet[Place], free_bytes: int, allowed_ms: float) -> int:
         """The lowest limit that costs no more than ``allowed_ms``, at most ``free_bytes``, which costs nothing."""
@@ -140,12 +142,12 @@ class Round:
         }
 
     def fewest(
-        self, useful: Sequence[Place], limit_bytes: int, *, allowed_ms: float, choosy: bool, presses: bool
+        self, useful: Sequence[Place], limit_bytes: int, *, allowed_ms: float, in_time_only: bool, presses: bool
     ) -> Outcome:
         """Of ``useful`` the first, as many as keep the peak at ``limit_bytes`` and compute waiting ``allowed_ms``."""
 
         def first(count: int) -> Outcome:
-            return self.simulate(set(useful[:count]), limit_bytes if presses else None, choosy=choosy)
+            return self.simulate(set(useful[:count]), limit_bytes if presses else None, in_time_only=in_time_only)
 
         low, high = 0, len(useful)
         while low < high:
@@ -173,11 +175,11 @@ class Round:
 class _Simulation:
     """One way through the round, as :meth:`Round.simulate` says."""
 
-    def __init__(self, of: Round, chosen: AbstractSet[Place], limit_bytes: int | None, *, choosy: bool) -> None:
+    def __init__(self, of: Round, chosen: AbstractSet[Place], limit_bytes: int | None, *, in_time_only: bool) -> None:
         self._round = of
         self._chosen = chosen
         self._limit_bytes = limit_bytes
-        self._choosy = choosy
+        self._in_time_only = in_time_only
         self._outcome = Outcome(reload=of.reload_positions(chosen))
         self._coming_back: dict[int, list[Place]] = {}
         for place, position in self._outcome.reload.items():
@@ -224,7 +226,7 @@ class _Simulation:
         size_bytes = self._round.sizes_bytes[place]
         begin_ms = max(self._d2h_end_ms, self._now_ms + self._waited_ms)
         end_ms = begin_ms + size_bytes / self._round.d2h_bytes_per_ms
-        if self._choosy and not self._is_over_in_time(place, position, end_ms - self._waited_ms):
+        if self._in_time_only and not self._is_over_in_time(place, position, end_ms - self._waited_ms):
             return
         self._d2h_end_ms = end_ms
         self._leaving.append((place, end_ms))

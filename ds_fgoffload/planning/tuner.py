@@ -1,4 +1,4 @@
-"""Has the next round planned from the last ones, until the plan is as good as the recording allows, and when it is not.
+"""Has the next round planned from the last ones, until the plan is as good as the profiles allow, and when it is not.
 
 The first rounds go by windows. The very first pins host memory and loads kernels, and says nothing of the others. A
 plan is made for the shortest round that those that are known let expect (:mod:`~ds_fgoffload.planning.typical_round`),
@@ -17,7 +17,7 @@ from deepspeed.utils import logger
 
 from ds_fgoffload.planning.planner import Forecast, PlanGoal, plan_round
 from ds_fgoffload.planning.typical_round import combine_rounds
-from ds_fgoffload.profiling.profile import Recording
+from ds_fgoffload.profiling.profile import RoundProfile
 from ds_fgoffload.profiling.recorder import Recorded, Recorder
 from ds_fgoffload.schedule.plan import Place, Points
 from ds_fgoffload.stats import Planned
@@ -116,15 +116,15 @@ class Tuner:
         self._rounds += 1
         if self._rounds > MEASURED_ROUNDS:
             self._recorder.measure(measure=False)
-        if self._goal is None or self._rounds == 1 or not recorded.recording.d2h_bytes_per_ms:
+        if self._goal is None or self._rounds == 1 or not recorded.profile.d2h_bytes_per_ms:
             return
-        if self._known and not recorded.recording.is_like(self._known[-1].recording):
+        if self._known and not recorded.profile.is_like(self._known[-1].profile):
             self._known.clear()
             self._last.clear()
             self._held.clear()
             self._with_memory = None
             self._settled = False
-        self._held |= recorded.recording.held
+        self._held |= recorded.profile.held
         self._known.append(recorded)
         self._last.append(recorded)
         if recorded.with_memory:
@@ -142,12 +142,12 @@ class Tuner:
     def _fits(self, forecast: Forecast) -> bool:
         """Whether the plan is right for the last rounds. What did not go by it tells nothing of its waits."""
         points = forecast.points
-        if points.positions.keys() != {passed.moment for passed in self._last[-1].recording.passed}:
+        if points.positions.keys() != {passed.moment for passed in self._last[-1].profile.passed}:
             return False
         if any(recorded.points is not points for recorded in self._last):
             return True
-        recordings = [recorded.recording for recorded in self._last]
-        if self._guessed and not any(recording.guessed for recording in recordings):
+        profiles = [recorded.profile for recorded in self._last]
+        if self._guessed and not any(profile.guessed for profile in profiles):
             self._known = deque(self._last, KNOWN_ROUNDS)
             return False
         # All of them: one alone may be long for want of memory in the cache, or when Python collects its garbage.
@@ -159,12 +159,12 @@ class Tuner:
         elif self._look_again_at == NEVER:
             self._look_again_at = self._rounds + KNOWN_ROUNDS  # then those that were faster are forgotten
         took_ms = _took_ms(self._last)
-        stalled_ms = statistics.median(recording.stalled_ms for recording in recordings)
+        stalled_ms = statistics.median(profile.stalled_ms for profile in profiles)
         waits = stalled_ms > self._foreseen_ms(forecast, took_ms) + BEARABLE_STALL * self._took_ms
         if waits and took_ms < (1 - FITS) * self._took_ms:  # what was usual is not any more
             self._known = deque((one for one in self._known if _length_ms(one) <= (1 + FITS) * took_ms), KNOWN_ROUNDS)
         as_long = abs(took_ms - self._took_ms) <= FITS * self._took_ms
-        self._too_bold = waits and as_long and not any(recording.guessed for recording in recordings)
+        self._too_bold = waits and as_long and not any(profile.guessed for profile in profiles)
         return not waits or (points.within_window and as_long)  # what a window costs, no plan can help
 
     def _foreseen_ms(self, forecast: Forecast, took_ms: float) -> float:
@@ -194,40 +194,40 @@ class Tuner:
         self._proved_rounds += 1
         if not self._settled or self._with_memory is None or self._proved_rounds % KNOWN_ROUNDS:
             return
-        forecast, recording = self._made(goal)
-        now, then = self._recorder.rounds.planned, _planned(forecast, recording)
+        forecast, profile = self._made(goal)
+        now, then = self._recorder.rounds.planned, _planned(forecast, profile)
         assert now is not None
         if (then.freed_bytes or 0) > (now.freed_bytes or 0) + WORTH_IT * then.saved_bytes:
-            self._go_by(forecast, recording)
+            self._go_by(forecast, profile)
 
-    def _made(self, goal: PlanGoal) -> tuple[Forecast, Recording]:
+    def _made(self, goal: PlanGoal) -> tuple[Forecast, RoundProfile]:
         """A plan for the rounds that are known, and what it was made from."""
         base = self._known[-1] if self._with_memory is None else self._with_memory
-        rates_of = [known.recording for known in self._known]
+        rates_of = [known.profile for known in self._known]
         usual = bool(goal.max_overhead)
-        recording = combine_rounds(base.recording, self._undistorted(), rates_of, usual=usual)
+        profile = combine_rounds(base.profile, self._undistorted(), rates_of, usual=usual)
         # What is held is seen only in rounds in which it is to leave.
-        recording = replace(recording, held=frozenset(self._held))
+        profile = replace(profile, held=frozenset(self._held))
         if not goal.everything:
             room_bytes = int(ROOM * self._recorder.total_bytes()) - base.peak_between_bytes
             goal = replace(goal, room_bytes=room_bytes)
-        return plan_round(recording, goal, caution=self._caution), recording
+        return plan_round(profile, goal, caution=self._caution), profile
 
-    def _go_by(self, forecast: Forecast, recording: Recording) -> None:
+    def _go_by(self, forecast: Forecast, profile: RoundProfile) -> None:
         self.forecast = forecast
-        planned = self._recorder.rounds.planned = _planned(forecast, recording)
-        self._guessed = recording.guessed
+        planned = self._recorder.rounds.planned = _planned(forecast, profile)
+        self._guessed = profile.guessed
         self._took_ms = _took_ms(self._last)
         self._last.clear()
         self._settled = False
         self._proved_rounds = 0
         logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_sentence(planned)}")
 
-    def _undistorted(self) -> list[Recording]:
+    def _undistorted(self) -> list[RoundProfile]:
         """Those of the known rounds in which compute waited little; if they are few, those in which it waited least."""
-        recordings = [recorded.recording for recorded in self._known]
-        by_distortion = sorted(recordings, key=lambda recording: recording.stalled_ms / max(recording.length_ms, 1e-3))
-        count = sum(recording.stalled_ms <= DISTORTED * recording.length_ms for recording in recordings)
+        profiles = [recorded.profile for recorded in self._known]
+        by_distortion = sorted(profiles, key=lambda profile: profile.stalled_ms / max(profile.length_ms, 1e-3))
+        count = sum(profile.stalled_ms <= DISTORTED * profile.length_ms for profile in profiles)
         return by_distortion[: max(count, LAST_ROUNDS)]
 
     def _empty_cache_once(self, recorded: Recorded) -> None:
@@ -239,7 +239,7 @@ class Tuner:
 
 def _length_ms(recorded: Recorded) -> float:
     """Of the round, with what compute waited."""
-    return recorded.recording.length_ms + recorded.recording.stalled_ms
+    return recorded.profile.length_ms + recorded.profile.stalled_ms
 
 
 def _took_ms(rounds: Iterable[Recorded]) -> float:
@@ -247,13 +247,13 @@ def _took_ms(rounds: Iterable[Recorded]) -> float:
     return max(1e-3, statistics.median(map(_length_ms, rounds)))
 
 
-def _planned(forecast: Forecast, recording: Recording) -> Planned:
-    without_bytes = recording.peak_bytes or None
+def _planned(forecast: Forecast, profile: RoundProfile) -> Planned:
+    without_bytes = profile.peak_bytes or None
     return Planned(
         forecast.copied_bytes,
-        saved_bytes=sum(passed.size_bytes for passed in recording.passed),
+        saved_bytes=sum(passed.size_bytes for passed in profile.passed),
         stalled_ms=forecast.stalled_ms,
-        length_ms=recording.length_ms,
+        length_ms=profile.length_ms,
         peak_bytes=None if without_bytes is None else forecast.peak_bytes,
         peak_without_bytes=without_bytes,
     )

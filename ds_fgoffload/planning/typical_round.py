@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from ds_fgoffload.profiling.profile import Passed, Recording
+from ds_fgoffload.profiling.profile import ProfiledMoment, RoundProfile
 
 MOST_LENGTHENED = 1.05
 """By so much at most; rounds that differ by more have stretches that are long now and then, and short in between."""
 
 
 def combine_rounds(
-    base: Recording, stretches_of: Sequence[Recording], rates_of: Sequence[Recording], *, usual: bool
-) -> Recording:
+    base: RoundProfile, stretches_of: Sequence[RoundProfile], rates_of: Sequence[RoundProfile], *, usual: bool
+) -> RoundProfile:
     """``base`` with the stretches and the lowest rates of the others, which passed the same moments.
 
     Args:
@@ -30,12 +30,11 @@ def combine_rounds(
     """
     length = median if usual else min
     stretches_ms = [
-        length([_stretch_ms(recording, position) for recording in stretches_of])
-        for position in range(1, len(base.passed))
+        length([_stretch_ms(profile, position) for profile in stretches_of]) for position in range(1, len(base.passed))
     ]
-    shortest_ms = min(recording.length_ms for recording in stretches_of)
+    shortest_ms = min(profile.length_ms for profile in stretches_of)
     longer = 1.0 if usual else min(MOST_LENGTHENED, shortest_ms / max(sum(stretches_ms), 1e-3))
-    passed: list[Passed] = []
+    passed: list[ProfiledMoment] = []
     now_ms = 0.0
     for position, there in enumerate(base.passed):
         if position:
@@ -48,11 +47,11 @@ def combine_rounds(
     return replace(
         base,
         passed=passed,
-        d2h_bytes_per_ms=min(recording.d2h_bytes_per_ms for recording in rates_of),
-        h2d_bytes_per_ms=min(recording.h2d_bytes_per_ms for recording in rates_of),
+        d2h_bytes_per_ms=min(profile.d2h_bytes_per_ms for profile in rates_of),
+        h2d_bytes_per_ms=min(profile.h2d_bytes_per_ms for profile in rates_of),
     )
 
 
-def _stretch_ms(recording: Recording, position: int) -> float:
+def _stretch_ms(profile: RoundProfile, position: int) -> float:
     """From the moment before to this one."""
-    return recording.passed[position].at_ms - recording.passed[position - 1].at_ms
+    return profile.passed[position].at_ms - profile.passed[position - 1].at_ms

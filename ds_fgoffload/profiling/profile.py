@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ds_fgoffload.schedule.plan import Moment, Place
 
 
-class Passed(NamedTuple):
+class ProfiledMoment(NamedTuple):
     """A moment of a recorded round."""
 
     moment: Moment
@@ -24,10 +24,10 @@ class Passed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recording:
+class RoundProfile:
     """A round, in the order of the compute stream."""
 
-    passed: Sequence[Passed]
+    passed: Sequence[ProfiledMoment]
     d2h_bytes_per_ms: float
     h2d_bytes_per_ms: float
     held: AbstractSet[Place] = frozenset()
@@ -41,7 +41,7 @@ class Recording:
     def length_ms(self) -> float:
         return self.passed[-1].at_ms - self.passed[0].at_ms if self.passed else 0.0
 
-    def is_like(self, other: Recording) -> bool:
+    def is_like(self, other: RoundProfile) -> bool:
         """Whether the same things happened in the same order."""
         return [passed.moment for passed in self.passed] == [passed.moment for passed in other.passed]
 

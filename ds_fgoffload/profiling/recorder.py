@@ -14,8 +14,8 @@ from typing import Any
 
 from ds_fgoffload.device.streams import Fence, Streams
 from ds_fgoffload.host_memory.lease import Lease
-from ds_fgoffload.profiling.profile import Passed, Recording
-from ds_fgoffload.profiling.reads import Reads
+from ds_fgoffload.profiling.blocking_reads import BlockingReads
+from ds_fgoffload.profiling.profile import ProfiledMoment, RoundProfile
 from ds_fgoffload.profiling.recording import StepRecording
 from ds_fgoffload.profiling.round_times import (
     Copy,
@@ -39,7 +39,7 @@ SMALLEST_TIMED_BYTES = 1 << 20
 class Recorded:
     """A round that is over."""
 
-    recording: Recording
+    profile: RoundProfile
     points: Points | None
     """What it went by."""
     with_memory: bool
@@ -59,7 +59,7 @@ class Recorder:
         self._rates: dict[Direction, float] = {}
         self.rounds = RoundStats()
         """What users are told of the rounds."""
-        self._reads = Reads(self.rounds.reads)
+        self._reads = BlockingReads(self.rounds.reads)
         self._after_reads: set[Moment] = set()
         self._reads_over: list[Fence] = []
         # The last marked round's: the next has the same objects, since what waits to be read is work for the collector.
@@ -185,9 +185,9 @@ class Recorder:
             for viewer in over.viewers:
                 viewer(step_recording(over, ms_of))
             if over.marks:
-                recording = self._recording(over, ms_of, stalled_ms)
+                profile = self._profile(over, ms_of, stalled_ms)
                 highest_bytes = max(mark.memory_bytes for mark in over.marks)
-                return Recorded(recording, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
+                return Recorded(profile, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
         return None
 
     @property
@@ -229,11 +229,11 @@ class Recorder:
             stalled_ms[wait.marks] += end_ms - begin_ms
         return stalled_ms
 
-    def _recording(self, over: RoundTimes, ms_of: MsOf, stalled_ms: list[float]) -> Recording:
+    def _profile(self, over: RoundTimes, ms_of: MsOf, stalled_ms: list[float]) -> RoundProfile:
         """The moments without the waits."""
         at_ms = [ms_of(mark.fence) for mark in over.marks]
         ends_ms = [ms_of(copy.end) for copy in over.copies[Direction.OUT]]
-        passed: list[Passed] = []
+        passed: list[ProfiledMoment] = []
         taken_out_ms = reads_waited_ms = 0.0
         guessed = False
         for position, mark in enumerate(over.marks):
@@ -252,10 +252,10 @@ class Recorder:
             memory_bytes = mark.memory_bytes + mark.away_bytes
             own_ms = at_ms[position] - taken_out_ms
             read_at_ms = None if read is None else own_ms - read.after_ms
-            passed.append(Passed(mark.moment, own_ms, mark.size_bytes, memory_bytes, read_at_ms))
+            passed.append(ProfiledMoment(mark.moment, own_ms, mark.size_bytes, memory_bytes, read_at_ms))
         d2h, h2d = (self._rates.get(direction, max(self._rates.values(), default=0.0)) for direction in Direction)
         waited_ms = sum(stalled_ms) + reads_waited_ms
-        return Recording(passed, d2h, h2d, frozenset(over.held), waited_ms, guessed)
+        return RoundProfile(passed, d2h, h2d, frozenset(over.held), waited_ms, guessed)
 
 
 def _units_around(marks: list[Mark], position: int) -> tuple[str | None, str | None]:

@@ -19,8 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ds_fgoffload.device.streams import Streams
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.recompute.conditions import Conditions
-from ds_fgoffload.recompute.purity import objection_to
 from ds_fgoffload.recompute.read_state import CHANGED, REPLACED, State
+from ds_fgoffload.recompute.side_effects import objection_to
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage, changed_in_place
 from ds_fgoffload.saved.tensors import Layout, is_parameter, is_plain, signature, storage_identity
 from ds_fgoffload.saved.transfer import drop_memory
@@ -101,7 +101,7 @@ class Output:
             raise RuntimeError(changed_in_place(layout, self._version, version))
 
 
-class Remade:
+class RecomputedTensor:
     """Stands for a tensor that ``call`` makes again; ``output`` is given if the tensor lies in an output's storage."""
 
     __slots__ = ("__weakref__", "_foreign", "call", "held", "layout", "output")
@@ -182,11 +182,11 @@ class RecomputedCall:
         self._structure = structure
         self._state = runner.state()
         self._stream = runner.streams.compute()
-        self._saves: list[Remade] | None = []
+        self._saves: list[RecomputedTensor] | None = []
         self._objection: str | None = None
-        self._settled_saves: tuple[weakref.ref[Remade], ...] = ()
+        self._settled_saves: tuple[weakref.ref[RecomputedTensor], ...] = ()
         self._layouts: tuple[Layout, ...] = ()
-        self._promises: tuple[weakref.ref[Remade], ...] = ()
+        self._promises: tuple[weakref.ref[RecomputedTensor], ...] = ()
         self.outputs: Sequence[Output] = ()
         self._outputs_count = 0
 
@@ -200,7 +200,7 @@ class RecomputedCall:
         """Whether making it again to use its output as an argument costs little time and memory."""
         return self._runner.is_cheap
 
-    def pack(self, tensor: torch.Tensor) -> Remade | KeptTensor:
+    def pack(self, tensor: torch.Tensor) -> RecomputedTensor | KeptTensor:
         """The unit saves ``tensor``. It is kept until :meth:`settle`."""
         kept = KeptTensor(tensor)
         if is_parameter(tensor):
@@ -208,10 +208,10 @@ class RecomputedCall:
         if not is_plain(tensor):
             self._objection = objection_to([tensor], "it saves")
             return kept
-        remade = Remade(self, Layout.of(tensor), None, kept)
+        recomputed = RecomputedTensor(self, Layout.of(tensor), None, kept)
         assert self._saves is not None
-        self._saves.append(remade)
-        return remade
+        self._saves.append(recomputed)
+        return recomputed
 
     def objection(self) -> str | None:
         """Why what the forward has saved cannot be made again, before :meth:`settle`; None: nothing speaks against."""
@@ -221,7 +221,7 @@ class RecomputedCall:
 
     def saved(self) -> list[torch.Tensor]:
         """What the unit has saved, before :meth:`settle`."""
-        return [remade.held.tensor() for remade in self._saves or () if remade.held is not None]
+        return [recomputed.held.tensor() for recomputed in self._saves or () if recomputed.held is not None]
 
     def settle(self, made: Sequence[torch.Tensor], outputs: Sequence[Output], outside: frozenset[int]) -> None:
         """The forward is over: from now on what it saved, and its output, are made again.
@@ -235,23 +235,23 @@ class RecomputedCall:
         self._outputs_count = len(made)
         by_identity = {output.identity: output for output in outputs}
         assert self._saves is not None
-        for number, remade in enumerate(self._saves):
-            assert remade.held is not None
+        for number, recomputed in enumerate(self._saves):
+            assert recomputed.held is not None
             if number in outside:
                 continue
-            remade.output = by_identity.get(storage_identity(remade.held.tensor()))
-            remade.held = None
-        self._layouts = tuple([remade.layout for remade in self._saves])
-        self._settled_saves = tuple([weakref.ref(remade) for remade in self._saves])
+            recomputed.output = by_identity.get(storage_identity(recomputed.held.tensor()))
+            recomputed.held = None
+        self._layouts = tuple([recomputed.layout for recomputed in self._saves])
+        self._settled_saves = tuple([weakref.ref(recomputed) for recomputed in self._saves])
         self._saves = None
 
     def keep(self) -> None:
         """Whatever was saved stays, as without recomputation."""
         self._saves = None
 
-    def promise(self, output: Output, tensor: torch.Tensor) -> Remade:
+    def promise(self, output: Output, tensor: torch.Tensor) -> RecomputedTensor:
         """``tensor``, a view of ``output``, is saved outside the unit."""
-        promise = Remade(self, Layout.of(tensor), output, None)
+        promise = RecomputedTensor(self, Layout.of(tensor), output, None)
         self._promises = (*self._promises, weakref.ref(promise))
         return promise
 
@@ -307,9 +307,9 @@ class RecomputedCall:
     ) -> list[torch.Tensor]:
         filled = []
         for reference, tensor in zip(self._settled_saves, saved, strict=True):
-            remade = reference()
-            if remade is not None and remade.held is None:
-                remade.held = KeptTensor(tensor)
+            recomputed = reference()
+            if recomputed is not None and recomputed.held is None:
+                recomputed.held = KeptTensor(tensor)
                 filled.append(tensor)
         for reference in self._promises:
             promise = reference()

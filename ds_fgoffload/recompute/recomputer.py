@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.compat.compiled import is_compiled
-from ds_fgoffload.recompute.call import Argument, Output, RecomputedCall, Remade, flatten
+from ds_fgoffload.recompute.call import Argument, Output, RecomputedCall, RecomputedTensor, flatten
 from ds_fgoffload.recompute.conditions import Conditions
-from ds_fgoffload.recompute.purity import Traces, objection_to, state_tensors
 from ds_fgoffload.recompute.read_state import CHANGED, REPLACED
-from ds_fgoffload.recompute.unit import RecomputedUnit, Surroundings
+from ds_fgoffload.recompute.side_effects import SideEffects, objection_to, state_tensors
+from ds_fgoffload.recompute.unit import RecomputeContext, RecomputedUnit
 from ds_fgoffload.saved.tensors import is_plain, storage_identity, version_of
 from ds_fgoffload.schedule.plan import Plan
 from ds_fgoffload.stats import UnitStats, shown
@@ -40,7 +40,7 @@ class OpenedCall:
         self.call = call
         self.leaves = leaves
         self.versions = _versions(leaves)
-        self.traces = None if unit.is_tried(call) else Traces(unit.modules)
+        self.traces = None if unit.is_tried(call) else SideEffects(unit.modules)
 
     def objection(self, output: Sequence[Any]) -> str | None:
         """Why the call, which has returned ``output``, cannot be made again; None: nothing is seen that speaks against.
@@ -76,7 +76,7 @@ class Recomputer:
         stats: their counts; ``counted`` are those whose calls somebody else counts.
         plan: says which of them are recomputed.
         device: the one that is trained on.
-        surroundings: what the units need to run again.
+        context: what the units need to run again.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Recomputer:
         counted: Collection[str],
         plan: Plan,
         device: torch.device,
-        surroundings: Surroundings,
+        context: RecomputeContext,
     ) -> None:
-        self.units = {name: RecomputedUnit(name, modules[name], stats[name], surroundings) for name in modules}
+        self.units = {name: RecomputedUnit(name, modules[name], stats[name], context) for name in modules}
         self._counted = frozenset(counted)  # names alone: graphs hold this, and must hold no module
         self._plan = plan
         self._device = device
-        self._around = surroundings
+        self._around = context
         self._outputs: dict[int, tuple[Output, RecomputedCall]] = {}
         self._in_forward = False
         self._refused: dict[str, list[RecomputedUnit]] = {}
@@ -196,7 +196,7 @@ class Recomputer:
         if self._in_forward:
             self._outputs.update((output.identity, (output, call)) for output in outputs)
 
-    def promise(self, tensor: torch.Tensor) -> Remade | None:
+    def promise(self, tensor: torch.Tensor) -> RecomputedTensor | None:
         """What stands for ``tensor``, saved outside the unit that gave it; None if no unit did."""
         if not self._outputs or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None

@@ -17,8 +17,8 @@ from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.recompute.call import Made, RecomputedCall, cut_off, flatten, unflatten
 from ds_fgoffload.recompute.conditions import Conditions
 from ds_fgoffload.recompute.cost import Moment, RecomputeCost
-from ds_fgoffload.recompute.purity import state_tensors
 from ds_fgoffload.recompute.read_state import ReadState, State
+from ds_fgoffload.recompute.side_effects import state_tensors
 from ds_fgoffload.saved.saved_tensors import KeptTensor
 from ds_fgoffload.saved.tensors import Layout, is_parameter, is_plain, same_bits, storage_identity
 from ds_fgoffload.stats import UnitStats, shown
@@ -27,7 +27,7 @@ SavedTensorHooks = Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torc
 """Those of autograd."""
 
 
-class Surroundings:
+class RecomputeContext:
     """What a unit needs of the attachment to run again.
 
     Args:
@@ -55,18 +55,18 @@ class Surroundings:
 class RecomputedUnit:
     """A module under ``recompute``."""
 
-    def __init__(self, name: str, module: nn.Module, stats: UnitStats, surroundings: Surroundings) -> None:
+    def __init__(self, name: str, module: nn.Module, stats: UnitStats, context: RecomputeContext) -> None:
         self.name = name
         self._modules = tuple([weakref.ref(one) for one in module.modules()])
         self.stats = stats
         self.is_cheap = len(self._modules) == 1
         """So are norms and activation functions, as far as can be told."""
         stats.recompute = True
-        self.streams = surroundings.streams
-        self.lock = surroundings.lock
+        self.streams = context.streams
+        self.lock = context.lock
         self.outside: frozenset[int] = frozenset()
         """Saves that are tensors from elsewhere, found when the unit was tried."""
-        self._surroundings = surroundings
+        self._surroundings = context
         self._tried: set[tuple[bool, ...]] = set()
         self._read_state = ReadState()
 

@@ -30,11 +30,11 @@ from ds_fgoffload.compat.compiled import (
     leave_hooks_uncompiled,
     modules_above,
 )
-from ds_fgoffload.recompute.call import Remade
+from ds_fgoffload.recompute.call import RecomputedTensor
 from ds_fgoffload.recompute.cost import RecomputeCost
 from ds_fgoffload.recompute.recomputer import OpenedCall, Recomputer
-from ds_fgoffload.recompute.unit import RecomputedUnit, Surroundings
-from ds_fgoffload.runtime.garbage import collect_young
+from ds_fgoffload.recompute.unit import RecomputeContext, RecomputedUnit
+from ds_fgoffload.runtime.garbage_collection import collect_young
 from ds_fgoffload.runtime.offloader import Offloader, Scope
 from ds_fgoffload.saved.saved_tensors import KeptTensor
 from ds_fgoffload.saved.transfer import streams_on
@@ -142,7 +142,7 @@ class Packing:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Autograd needs a tensor back, whichever of the above held it."""
-        return packed.tensor() if type(packed) is Remade else self._offloader.unpack(packed)
+        return packed.tensor() if type(packed) is RecomputedTensor else self._offloader.unpack(packed)
 
 
 def keep(tensor: torch.Tensor) -> KeptTensor:
@@ -412,12 +412,12 @@ def recomputer_of(
     device: torch.device,
     whole: Callable[[nn.Module], AbstractContextManager[Any]],
 ) -> Recomputer | None:
-    """What recomputes ``modules``; None if there are none. The arguments are those of Recomputer and Surroundings."""
+    """What recomputes ``modules``; None if there are none. Arguments: see Recomputer and RecomputeContext."""
     if not modules:
         return None
     streams = streams_on(device)
-    surroundings = Surroundings(streams, saved_tensors_hooks, whole, RecomputeCost(stats, streams))
-    return Recomputer(modules, stats, counted, plan, device, surroundings)
+    context = RecomputeContext(streams, saved_tensors_hooks, whole, RecomputeCost(stats, streams))
+    return Recomputer(modules, stats, counted, plan, device, context)
 
 
 _OF_CHECKPOINTS = frozenset({"torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing"})

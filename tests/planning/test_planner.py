@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_fgoffload.planning import simulator as simulation
 from ds_fgoffload.planning.planner import PlanGoal, plan_round
-from ds_fgoffload.profiling.profile import Passed, Recording
+from ds_fgoffload.profiling.profile import ProfiledMoment, RoundProfile
 from ds_fgoffload.schedule.plan import Kind, Moment, Place, Site
 
 FREE = PlanGoal(max_overhead=0.0)
@@ -34,10 +34,10 @@ def recording(*lines, held=(), link=10.0):
         read_at_ms = float(words[-1]) if "read" in words else None
         size_bytes = int(words[2]) if verb == "save" else 0
         kind = {"save": Kind.SAVED, "need": Kind.NEEDED, "open": Kind.OPENED}[verb]
-        passed.append(Passed(Moment(kind, place(name)), at_ms, size_bytes, alive_bytes, read_at_ms))
+        passed.append(ProfiledMoment(Moment(kind, place(name)), at_ms, size_bytes, alive_bytes, read_at_ms))
         sizes[name] = sizes.get(name, 0) + size_bytes
         alive_bytes += size_bytes - (sizes[name] if verb == "need" else 0)
-    return Recording(passed, link, link, frozenset(map(place, held)))
+    return RoundProfile(passed, link, link, frozenset(map(place, held)))
 
 
 def plan(rec, goal=FREE, **more):

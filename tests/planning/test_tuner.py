@@ -74,9 +74,9 @@ def test_memory_is_known_at_all_moments_of_a_round_or_at_none(monkeypatch):
     training.steady(20)
     assert {one.with_memory for one in rounds} == {True, False}
     for one in rounds:
-        away_at_most = sum(passed.size_bytes for passed in one.recording.passed)
-        known = [passed.memory_bytes > 0 for passed in one.recording.passed]
-        assert all(known) if one.with_memory else one.recording.peak_bytes <= away_at_most
+        away_at_most = sum(passed.size_bytes for passed in one.profile.passed)
+        known = [passed.memory_bytes > 0 for passed in one.profile.passed]
+        assert all(known) if one.with_memory else one.profile.peak_bytes <= away_at_most
 
 
 def test_a_peak_of_long_ago_takes_no_room():

@@ -20,7 +20,7 @@ CLOSE_MS = 0.5
 """A read that waited for a copy was over no later after it."""
 
 
-class Read(NamedTuple):
+class BlockingRead(NamedTuple):
     """What is known of a read in one round."""
 
     waited_ms: float
@@ -31,7 +31,7 @@ class Read(NamedTuple):
     """Whether nothing is known for certain yet."""
 
 
-class Reads:
+class BlockingReads:
     """Learns from round to round; a read is named by the moment after it.
 
     Args:
@@ -46,7 +46,7 @@ class Reads:
         self._after_ms: dict[Moment, float] = {}  # from the end of the last read to the moment after it
 
     def count(
-        self, moment: Moment, read: Read, took_ms: float, after_unit: str | None, before_unit: str | None
+        self, moment: Moment, read: BlockingRead, took_ms: float, after_unit: str | None, before_unit: str | None
     ) -> None:
         """What :meth:`seen` says of the time before ``moment`` is added up; in what it guesses, once that is clear.
 
@@ -71,7 +71,7 @@ class Reads:
         end_ms: float,
         copy_ends_ms: Sequence[float],
         read_ends_ms: Sequence[float] = (),
-    ) -> Read:
+    ) -> BlockingRead:
         """Between the moments at ``begin_ms`` and ``end_ms`` the device was read.
 
         Args:
@@ -97,11 +97,11 @@ class Reads:
         spread_ms = max(SPREAD_MS, SPREAD * undelayed_ms)
         if not waited_for_ms:
             self._undelayed_ms[moment] = min(took_ms, undelayed_ms)
-            return Read(0.0, after_ms, guessed=False)
+            return BlockingRead(0.0, after_ms, guessed=False)
         if took_ms < undelayed_ms - spread_ms:  # that was a round in which something else took long
             del self._undelayed_ms[moment]
         if moment not in self._undelayed_ms:
             # all of the time: so that little is copied until it is seen
-            return Read(max(waited_for_ms) - begin_ms, after_ms, guessed=True)
+            return BlockingRead(max(waited_for_ms) - begin_ms, after_ms, guessed=True)
         waited_ms = took_ms - undelayed_ms
-        return Read(waited_ms if waited_ms > spread_ms else 0.0, after_ms, guessed=False)
+        return BlockingRead(waited_ms if waited_ms > spread_ms else 0.0, after_ms, guessed=False)

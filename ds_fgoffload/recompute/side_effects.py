@@ -19,7 +19,7 @@ _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, Enum, torch.dtype
 _NO_TENSORS = frozenset({NoneType, bool, int, float, str, tuple, list, dict, set, OrderedDict})
 
 
-class Traces:
+class SideEffects:
     """What ``modules`` hold before a forward, to see what the forward changes. Buffers are copied."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

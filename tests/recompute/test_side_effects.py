@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fgoffload.recompute.purity import Traces, objection_to
 from ds_fgoffload.recompute.read_state import ReadState
+from ds_fgoffload.recompute.side_effects import SideEffects, objection_to
 from ds_fgoffload.saved.tensors import is_plain, same_bits
 
 
@@ -44,7 +44,7 @@ def test_traces_are_told_by_name():
     modules = tuple(module.modules())
 
     def after(change):
-        traces = Traces(modules)
+        traces = SideEffects(modules)
         change()
         return traces.found()
 

@@ -1,8 +1,8 @@
-"""Reads of the device, as times: begin and end are the moments around, copies and reads end in between."""
+"""BlockingReads of the device, as times: begin and end are the moments around, copies and reads end in between."""
 
 import pytest
 
-from ds_fgoffload.profiling.reads import Reads
+from ds_fgoffload.profiling.blocking_reads import BlockingReads
 from ds_fgoffload.schedule.plan import Kind, Moment, Place, Site
 
 MOMENT = Moment(Kind.OPENED, Place(0, Site("unit", 0, -1)))
@@ -10,7 +10,7 @@ MOMENT = Moment(Kind.OPENED, Place(0, Site("unit", 0, -1)))
 
 @pytest.fixture
 def reads():
-    return Reads([])
+    return BlockingReads([])
 
 
 def test_a_read_that_was_over_when_no_copy_was_waited_for_nothing(reads):
