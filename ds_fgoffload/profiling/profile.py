@@ -36,6 +36,8 @@ class RoundProfile:
     """Time for which compute waited for copies; not in the times above."""
     guessed: bool = False
     """Whether it is not certain how long reads of the device were kept waiting by copies."""
+    sizes: tuple[int, ...] = ()
+    """Elements in the tensors that the root was called with, by micro-batch of the round."""
 
     @property
     def length_ms(self) -> float:
