@@ -7,7 +7,7 @@ absence covers a moment at which memory would otherwise be at its peak.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ def plan_round(profile: RoundProfile, goal: PlanGoal, *, caution: float = 1.0) -
     the_round = Round(profile, caution)
     if goal.everything:
         outcome = the_round.simulate(the_round.candidates, in_time_only=False)
-        return _forecast(the_round, outcome, kept=(), within_window=True)
+        return _forecast(the_round, outcome, moved=None)
     ranked = the_round.ranked(the_round.candidates - profile.held)
     best = the_round.lowest_peak(ranked)
     free = the_round.simulate(best)
@@ -83,9 +83,9 @@ def plan_round(profile: RoundProfile, goal: PlanGoal, *, caution: float = 1.0) -
         in_time_only=in_time_only,
         presses=presses,
     )
-    return _forecast(the_round, final, kept=the_round.saved.keys() - final.absences.keys(), within_window=False)
+    return _forecast(the_round, final, moved=frozenset(final.absences))
 
 
-def _forecast(the_round: Round, outcome: Outcome, *, kept: Collection[Place], within_window: bool) -> Forecast:
-    points = Points(the_round.positions, outcome.release, outcome.reload, frozenset(kept), within_window)
+def _forecast(the_round: Round, outcome: Outcome, *, moved: AbstractSet[Place] | None) -> Forecast:
+    points = Points(the_round.positions, outcome.release, outcome.reload, moved, within_window=moved is None)
     return Forecast(points, outcome.peak_bytes, outcome.stalled_ms, outcome.copied_bytes)

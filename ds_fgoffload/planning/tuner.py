@@ -1,32 +1,46 @@
-"""Has the next round planned from the last ones, until the plan is as good as the profiles allow, and when it is not.
+"""Has rounds planned from the last ones, by their size, until the plans are as good as the profiles allow.
 
-The first rounds go by windows. The very first pins host memory and loads kernels, and says nothing of the others. A
-plan is made for the shortest round that those that are known let expect (:mod:`~ds_fgoffload.planning.typical_round`),
-or for a usual one if time may be added, and holds until compute waits for more than it foresees, or rounds take longer.
+Rounds of about one size form a class, which has a plan of its own; the plan that a round goes by is looked up when the
+size of its first micro-batch is known. Plans are made for what a model of the step
+(:mod:`~ds_fgoffload.planning.step_model`) lets expect at the class's size, and tried on all known rounds
+(:mod:`~ds_fgoffload.planning.replay`). Peak memory is planned for the class of the largest rounds: the others free no
+more than it takes to stay below its peak.
+
+A plan holds until compute waits for more than it foresees, rounds take longer, or other things are saved. In the first
+rounds nothing leaves the device, unless memory is short: of no copy is it known that it is in time.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from deepspeed.utils import logger
 
 from ds_fgoffload.planning.planner import Forecast, PlanGoal, plan_round
-from ds_fgoffload.planning.typical_round import combine_rounds
+from ds_fgoffload.planning.replay import in_time, peak_bytes, waits_ms
+from ds_fgoffload.planning.step_model import StepModel
 from ds_fgoffload.profiling.profile import RoundProfile
 from ds_fgoffload.profiling.recorder import Recorded, Recorder
-from ds_fgoffload.schedule.plan import Place, Points
+from ds_fgoffload.schedule.plan import NOTHING_KNOWN, NOTHING_MOVES, Kind, Moment, Place, Points
 from ds_fgoffload.stats import Planned
 from ds_fgoffload.text.sentences import plan_sentence
 
 LAST_ROUNDS = 3
 """Rounds by which a plan is judged."""
 KNOWN_ROUNDS = 12
-"""Most rounds for which it is made."""
+"""Most rounds of a class for which its plan is made."""
+ENOUGH_ROUNDS = 6
+"""A class that has so many is planned from them alone."""
+OTHERS_ROUNDS = 4
+"""Of every other class, so many help to plan one that has fewer."""
+CLASS_WIDTH = 0.1
+"""Sizes of a class differ from that of its first round by this part at most."""
+MOST_CLASSES = 16
 DISTORTED = 0.1
 """A round in which compute waited for a larger part of the time says little of how long its stretches are: meanwhile
 other things went on for which it would have waited otherwise, such as what the next stage of a pipeline does."""
@@ -34,16 +48,28 @@ FITS = 0.05
 """Rounds take as long as those for which a plan was made, but for this part."""
 BEARABLE_STALL = 0.002
 """Time that compute may wait unforeseen, as a fraction of the round."""
+UNKNOWN = 0.02
+"""A plan that has no place for a larger part of what is saved does not fit."""
+ANOTHER_STRUCTURE = 0.2
+"""Where a larger part of what always came comes no more, or so much is new, earlier rounds tell nothing."""
 FIRST_CAUTION = 1.01
 MORE_CAUTION = 1.03
 MOST_CAUTION = 1.5
 """How much slower than measured copies are taken to be: a little, and more each time that compute had to wait."""
+MORE_CAUTIONS = (1.0, 1.1, 1.25)
+"""Where rounds are not like the typical one, plans with more caution are made, too."""
+PARTS_IN_TIME = (0.5, 0.75, 1.0)
+"""And adapted so that of each copy such a part of the rounds waits for none."""
+REGRET_MARGIN = 0.005
+"""Wait beyond what is allowed or foreseen, as a fraction of all rounds, that is borne."""
+MOST_REGRET = 0.5
+"""More wait than that, in rounds, and the plan is given up for a while, which doubles each time."""
 PLANS_AT_ONCE = 6
 """Plans that are made as soon as the last does not fit; after that, each must hold twice as many rounds."""
 MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
 QUIET_ROUNDS = 8
-"""Once a plan has proved right, or none does, or nothing is copied, the moments of one in so many rounds are marked:
+"""Once plans have proved right, or none does, or nothing is copied, the moments of one in so many rounds are marked:
 marks take time."""
 WORTH_IT = 0.03
 """A plan that has proved right gives way to one that lowers the peak by so much more of what is saved."""
@@ -52,6 +78,81 @@ UNREAD_ROUNDS = 2
 """Rounds that are over and that nobody has looked at, because none of them came to a backward."""
 ROOM = 0.92
 """Of the device's memory; the rest goes to what the allocator cannot use."""
+SHORT_OF_MEMORY = 0.7
+"""Of the device's memory: when more is allocated and nothing is planned yet, what can leave does, and compute waits."""
+
+
+class SizeClass:
+    """Rounds of about one size, and the plan for them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.known: deque[Recorded] = deque(maxlen=KNOWN_ROUNDS)
+        self.last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
+        self.with_memory: Recorded | None = None
+        self.forecast: Forecast | None = None
+        self.profile: RoundProfile | None = None
+        """What the plan was made from."""
+        self.model: StepModel | None = None
+        self.took_ms = 0.0
+        self.most_waits_ms = 0.0
+        """Time that compute would have waited in that known round in which it would have waited most."""
+        self.wants_plan = False
+        self.too_bold = False
+        self.caution = FIRST_CAUTION
+        self.paused_until = 0
+        self.settled = False
+        self.proved_rounds = 0
+        self.plans = 0
+        self.not_before = 0
+        self.look_again_at = NEVER
+
+    def distance(self, size: int) -> float:
+        return abs(math.log(max(1, size) / max(1, self.size)))
+
+    def add(self, recorded: Recorded) -> None:
+        self.known.append(recorded)
+        self.last.append(recorded)
+        if recorded.with_memory:
+            self.with_memory = recorded
+
+    def length_ms(self, recorded: Recorded) -> float:
+        """Of the round with what compute waited, if it had the size that the plan was made for."""
+        length_ms = recorded.profile.length_ms + recorded.profile.stalled_ms
+        if self.model is None or self.profile is None:
+            return length_ms
+        there, here = (self.model.length_ms(sizes) for sizes in (self.profile.sizes, recorded.profile.sizes))
+        return length_ms * there / here if here and there else length_ms
+
+    def middling_ms(self, rounds: Iterable[Recorded]) -> float:
+        return max(1e-3, statistics.median(map(self.length_ms, rounds)))
+
+    def undistorted(self) -> list[RoundProfile]:
+        """Of the known rounds those in which compute waited little; if they are few, those in which it waited least."""
+        profiles = [recorded.profile for recorded in self.known]
+        by_distortion = sorted(profiles, key=lambda profile: profile.stalled_ms / max(profile.length_ms, 1e-3))
+        count = sum(profile.stalled_ms <= DISTORTED * profile.length_ms for profile in profiles)
+        return by_distortion[: max(count, LAST_ROUNDS)]
+
+    def are_of_another_structure(self, rounds: Iterable[Recorded]) -> bool:
+        """Whether much of what always came when the plan was made comes in none of ``rounds``, or vice versa."""
+        if self.model is None:
+            return False
+        came = [{passed.moment for passed in recorded.profile.passed} for recorded in rounds]
+        usual, all_known = self.model.always, set(self.model.moments)
+        gone, new = usual - set().union(*came), set.intersection(*came) - all_known
+        return max(len(gone), len(new)) > ANOTHER_STRUCTURE * max(1, len(usual))
+
+    def misses_places(self) -> bool:
+        """Whether the plan has no place for much of what was saved in each of the last rounds."""
+        if self.forecast is None:
+            return False
+        positions = self.forecast.points.positions
+        return all(
+            sum(passed.size_bytes for passed in profile.passed if passed.moment not in positions)
+            > UNKNOWN * sum(passed.size_bytes for passed in profile.passed)
+            for profile in (recorded.profile for recorded in self.last)
+        )
 
 
 class Tuner:
@@ -66,28 +167,23 @@ class Tuner:
         self._goal = goal
         self._recorder = recorder
         self._recorder.measure(measure=goal is not None and not goal.everything)
-        self._known: deque[Recorded] = deque(maxlen=KNOWN_ROUNDS)
-        self._last: deque[Recorded] = deque(maxlen=LAST_ROUNDS)
-        self._with_memory: Recorded | None = None
-        self._proved_rounds = 0
+        self._classes: list[SizeClass] = []
         self._held: set[Place] = set()
-        self._took_ms = 0.0
-        self._guessed = False
-        self._caution = FIRST_CAUTION
-        self._too_bold = False
         self._begun = 0
         self._rounds = 0
-        self._settled = False
-        self._plans = 0
-        self._not_before = 0
-        self._look_again_at = NEVER
+        self._regret_ms = 0.0
+        self._pauses = 0
         self._emptied_for: Points | None = None
         self._cache_is_to_be_emptied = False
-        self.forecast: Forecast | None = None
-        """What the present plan is expected to do; None: there is none yet."""
 
-    def points(self) -> Points | None:
-        """At the beginning of a round: what the next is to go by.
+    @property
+    def forecast(self) -> Forecast | None:
+        """What the plan of the largest rounds is expected to do; None: there is none yet."""
+        largest = self._largest()
+        return None if largest is None else largest.forecast
+
+    def points(self, size: int = 0) -> Points | None:
+        """What a round goes by that begins with a micro-batch of ``size`` elements.
 
         Nothing is read or planned here unless much is unread: the device often has nothing to do at the beginning of a
         step, and would wait for the host.
@@ -98,137 +194,274 @@ class Tuner:
             self._cache_is_to_be_emptied = False
             self._recorder.empty_cache()
         self._begun += 1
-        copies_nothing = self._rounds > MEASURED_ROUNDS and not self._known
-        is_quiet = self._settled or copies_nothing or self._plans > PLANS_AT_ONCE
+        copies_nothing = self._rounds > MEASURED_ROUNDS and not self._classes
+        is_quiet = copies_nothing or (
+            bool(self._classes) and all(one.settled or one.plans > PLANS_AT_ONCE for one in self._classes)
+        )
         self._recorder.takes_times = not is_quiet or self._begun % QUIET_ROUNDS == 0
-        return None if self.forecast is None else self.forecast.points
+        return self._points_for(size)
+
+    def lacks_memory(self) -> bool:
+        """Whether memory is short while nothing is planned."""
+        return (
+            self._goal is not None
+            and self._recorder.memory_bytes > SHORT_OF_MEMORY * self._recorder.total_bytes()
+            and self.forecast is None
+        )
 
     def end(self) -> None:
         """No more rounds will be recorded."""
         self._recorder.end()
 
     def look(self) -> None:
-        """Reads what the device has passed since, and plans; best while the device has enough to do."""
+        """Reads what the device has passed since, and plans; best while the device has enough to do.
+
+        At most one class is planned, the largest first: the others do not need to free more than it does.
+        """
         while (recorded := self._recorder.read()) is not None:
             self._consider(recorded)
+        waiting = [one for one in self._classes if one.wants_plan and self._rounds >= one.not_before]
+        if waiting and self._goal is not None and sum(len(one.known) for one in self._classes) >= LAST_ROUNDS:
+            self._plan(self._goal, max(waiting, key=lambda one: one.size))
+
+    def _points_for(self, size: int) -> Points | None:
+        if self._goal is None:
+            return None
+        planned = [one for one in self._classes if one.forecast is not None]
+        if not planned:
+            return None if self._goal.everything or self.lacks_memory() else NOTHING_KNOWN
+        # What is in time in smaller rounds is so in larger ones.
+        smaller = [one for one in planned if one.size <= size or one.distance(size) <= CLASS_WIDTH]
+        nearest = min(smaller or planned, key=lambda one: one.distance(size))
+        if self._rounds < nearest.paused_until:
+            return NOTHING_MOVES
+        assert nearest.forecast is not None
+        return nearest.forecast.points
+
+    def _largest(self) -> SizeClass | None:
+        """Of the classes that have a plan."""
+        return max((one for one in self._classes if one.forecast is not None), key=lambda one: one.size, default=None)
+
+    def _class_of(self, profile: RoundProfile) -> SizeClass:
+        # Of several micro-batches only the first one's size is known when a plan is looked up.
+        size = profile.sizes[0] if len(profile.sizes) == 1 else 0
+        nearest = min(self._classes, key=lambda one: one.distance(size), default=None)
+        if nearest is None or (nearest.distance(size) > CLASS_WIDTH and len(self._classes) < MOST_CLASSES):
+            nearest = SizeClass(size)
+            self._classes.append(nearest)
+        return nearest
 
     def _consider(self, recorded: Recorded) -> None:
         self._rounds += 1
         if self._rounds > MEASURED_ROUNDS:
             self._recorder.measure(measure=False)
-        if self._goal is None or self._rounds == 1 or not recorded.profile.d2h_bytes_per_ms:
+        profile = recorded.profile
+        if self._goal is None or self._rounds == 1 or not profile.d2h_bytes_per_ms:
             return
-        if self._known and not recorded.profile.is_like(self._known[-1].profile):
-            self._known.clear()
-            self._last.clear()
-            self._held.clear()
-            self._with_memory = None
-            self._settled = False
-        self._held |= recorded.profile.held
-        self._known.append(recorded)
-        self._last.append(recorded)
-        if recorded.with_memory:
-            self._with_memory = recorded
-        if len(self._last) < LAST_ROUNDS:
+        of_its_size = self._class_of(profile)
+        of_its_size.add(recorded)
+        self._held |= profile.held
+        changed = of_its_size.are_of_another_structure([recorded])
+        last = of_its_size.last
+        if changed and len(last) == LAST_ROUNDS and of_its_size.are_of_another_structure(last):
+            of_its_size = self._begin_anew(of_its_size)
+        forecast = of_its_size.forecast
+        if forecast is None:
+            of_its_size.wants_plan = True
             return
-        fits = self.forecast is not None and self._fits(self.forecast)
-        self._settled = fits and self._rounds > MEASURED_ROUNDS and self._look_again_at == NEVER
+        self._count_regret(of_its_size, forecast, recorded)
+        if changed or len(of_its_size.last) < LAST_ROUNDS or of_its_size.wants_plan:
+            of_its_size.settled = of_its_size.settled and not changed
+            return
+        fits = self._fits(of_its_size, forecast)
+        of_its_size.settled = fits and self._rounds > MEASURED_ROUNDS and of_its_size.look_again_at == NEVER
+        of_its_size.wants_plan = not fits
         if fits:
-            self._empty_cache_once(recorded)
-            self._improve(self._goal)
-        elif self._rounds >= self._not_before:
-            self._plan(self._goal)
+            if of_its_size is self._largest():
+                self._empty_cache_once(recorded)
+            self._improve(self._goal, of_its_size)
 
-    def _fits(self, forecast: Forecast) -> bool:
+    def _begin_anew(self, before: SizeClass) -> SizeClass:
+        """The model does other things now than it did: only the last rounds tell of it."""
+        of_its_size = SizeClass(before.size)
+        self._classes = [of_its_size]
+        self._held.clear()
+        for recorded in before.last:
+            of_its_size.add(recorded)
+            self._held |= recorded.profile.held
+        return of_its_size
+
+    def _count_regret(self, of_its_size: SizeClass, forecast: Forecast, recorded: Recorded) -> None:
+        """What compute waits beyond what is allowed is bounded: the plan is given up before it adds up."""
+        assert self._goal is not None
+        profile = recorded.profile
+        if self._goal.everything or recorded.points is not forecast.points or self._must_free(of_its_size):
+            return
+        allowed_ms = max(forecast.stalled_ms, (self._goal.max_overhead or 0.0) * profile.length_ms)
+        regret_ms = profile.stalled_ms - allowed_ms - REGRET_MARGIN * profile.length_ms
+        self._regret_ms = max(0.0, self._regret_ms + regret_ms)
+        if self._regret_ms > MOST_REGRET * profile.length_ms:
+            self._regret_ms = 0.0
+            self._pauses += 1
+            of_its_size.paused_until = self._rounds + 2**self._pauses
+            of_its_size.wants_plan = of_its_size.too_bold = True
+
+    def _must_free(self, of_its_size: SizeClass) -> bool:
+        """Whether the rounds would not fit on the device if nothing left it."""
+        profile = of_its_size.profile
+        return profile is not None and profile.peak_bytes > self._room_bytes()
+
+    def _room_bytes(self) -> int:
+        between = max((one.with_memory.peak_between_bytes for one in self._classes if one.with_memory), default=0)
+        return int(ROOM * self._recorder.total_bytes()) - between
+
+    def _fits(self, of_its_size: SizeClass, forecast: Forecast) -> bool:
         """Whether the plan is right for the last rounds. What did not go by it tells nothing of its waits."""
-        points = forecast.points
-        if points.positions.keys() != {passed.moment for passed in self._last[-1].profile.passed}:
+        points, last = forecast.points, of_its_size.last
+        if of_its_size.misses_places() or (points.moved is not None and not points.moved.isdisjoint(self._held)):
             return False
-        if any(recorded.points is not points for recorded in self._last):
+        if any(recorded.points is not points for recorded in last):
             return True
-        profiles = [recorded.profile for recorded in self._last]
-        if self._guessed and not any(profile.guessed for profile in profiles):
-            self._known = deque(self._last, KNOWN_ROUNDS)
+        profiles = [recorded.profile for recorded in last]
+        assert of_its_size.profile is not None
+        if of_its_size.profile.guessed and not any(profile.guessed for profile in profiles):
+            of_its_size.known = deque(last, KNOWN_ROUNDS)
             return False
         # All of them: one alone may be long for want of memory in the cache, or when Python collects its garbage.
-        are_slower = min(map(_length_ms, self._last)) > (1 + FITS) * self._took_ms
-        if are_slower and self._rounds >= self._look_again_at:
+        are_slower = min(map(of_its_size.length_ms, last)) > (1 + FITS) * of_its_size.took_ms
+        if are_slower and self._rounds >= of_its_size.look_again_at:
             return False
         if not are_slower:
-            self._look_again_at = NEVER
-        elif self._look_again_at == NEVER:
-            self._look_again_at = self._rounds + KNOWN_ROUNDS  # then those that were faster are forgotten
-        took_ms = _took_ms(self._last)
+            of_its_size.look_again_at = NEVER
+        elif of_its_size.look_again_at == NEVER:
+            # then those that were faster are forgotten
+            of_its_size.look_again_at = self._rounds + KNOWN_ROUNDS * max(1, len(self._classes))
+        took_ms = of_its_size.middling_ms(last)
         stalled_ms = statistics.median(profile.stalled_ms for profile in profiles)
-        waits = stalled_ms > self._foreseen_ms(forecast, took_ms) + BEARABLE_STALL * self._took_ms
-        if waits and took_ms < (1 - FITS) * self._took_ms:  # what was usual is not any more
-            self._known = deque((one for one in self._known if _length_ms(one) <= (1 + FITS) * took_ms), KNOWN_ROUNDS)
-        as_long = abs(took_ms - self._took_ms) <= FITS * self._took_ms
-        self._too_bold = waits and as_long and not any(profile.guessed for profile in profiles)
+        foreseen_ms = max(forecast.stalled_ms, of_its_size.most_waits_ms)
+        are_shorter = took_ms < (1 - FITS) * of_its_size.took_ms
+        if are_shorter and self._goal is not None and self._goal.max_overhead:  # less is allowed then
+            foreseen_ms *= took_ms / of_its_size.took_ms
+        waits = stalled_ms > foreseen_ms + BEARABLE_STALL * of_its_size.took_ms
+        if waits and are_shorter:  # what was usual is not any more
+            of_its_size.known = deque(
+                (one for one in of_its_size.known if of_its_size.length_ms(one) <= (1 + FITS) * took_ms), KNOWN_ROUNDS
+            )
+        as_long = abs(took_ms - of_its_size.took_ms) <= FITS * of_its_size.took_ms
+        of_its_size.too_bold = waits and as_long and not any(profile.guessed for profile in profiles)
         return not waits or (points.within_window and as_long)  # what a window costs, no plan can help
 
-    def _foreseen_ms(self, forecast: Forecast, took_ms: float) -> float:
-        """Time that compute may wait in rounds that take ``took_ms``: what the plan foresees, in shorter ones less."""
-        if self._goal is None or not self._goal.max_overhead:
-            return forecast.stalled_ms
-        return forecast.stalled_ms * min(1.0, took_ms / self._took_ms)
-
-    def _plan(self, goal: PlanGoal) -> None:
-        """Makes a plan, because the last is not right for the rounds that are known."""
-        if self._with_memory is None and not goal.everything:
+    def _plan(self, goal: PlanGoal, of_its_size: SizeClass) -> None:
+        """Makes a plan, because there is none, or the last is not right for the rounds that are known."""
+        if not goal.everything and all(one.with_memory is None for one in self._classes):
             self._recorder.measure(measure=True)
             return
-        if self._too_bold:
-            self._caution = min(MOST_CAUTION, self._caution * MORE_CAUTION)
-            self._too_bold = False
-        self._go_by(*self._made(goal))
-        if self._rounds >= self._look_again_at:
-            self._look_again_at = NEVER
-        self._plans += 1
-        self._not_before = self._rounds + (
-            2 ** min(self._plans - PLANS_AT_ONCE, 10) if self._plans > PLANS_AT_ONCE else 0
-        )
+        if of_its_size.too_bold:
+            of_its_size.caution = min(MOST_CAUTION, of_its_size.caution * MORE_CAUTION)
+            of_its_size.too_bold = False
+        self._go_by(of_its_size, *self._made(goal, of_its_size))
+        if self._rounds >= of_its_size.look_again_at:
+            of_its_size.look_again_at = NEVER
+        of_its_size.plans += 1
+        more = of_its_size.plans - PLANS_AT_ONCE
+        of_its_size.not_before = self._rounds + (2 ** min(more, 10) if more > 0 else 0)
 
-    def _improve(self, goal: PlanGoal) -> None:
+    def _improve(self, goal: PlanGoal, of_its_size: SizeClass) -> None:
         """The plan has proved right; now and then a bolder one is made, should the link have been disturbed before."""
-        self._proved_rounds += 1
-        if not self._settled or self._with_memory is None or self._proved_rounds % KNOWN_ROUNDS:
+        of_its_size.proved_rounds += 1
+        if not of_its_size.settled or of_its_size.proved_rounds % KNOWN_ROUNDS or goal.everything:
             return
-        forecast, profile = self._made(goal)
-        now, then = self._recorder.rounds.planned, _planned(forecast, profile)
-        assert now is not None
+        assert of_its_size.forecast is not None
+        assert of_its_size.profile is not None
+        forecast, profile, model = self._made(goal, of_its_size)
+        now, then = _planned(of_its_size.forecast, of_its_size.profile), _planned(forecast, profile)
         if (then.freed_bytes or 0) > (now.freed_bytes or 0) + WORTH_IT * then.saved_bytes:
-            self._go_by(forecast, profile)
+            self._go_by(of_its_size, forecast, profile, model)
 
-    def _made(self, goal: PlanGoal) -> tuple[Forecast, RoundProfile]:
-        """A plan for the rounds that are known, and what it was made from."""
-        base = self._known[-1] if self._with_memory is None else self._with_memory
-        rates_of = [known.profile for known in self._known]
-        usual = bool(goal.max_overhead)
-        profile = combine_rounds(base.profile, self._undistorted(), rates_of, usual=usual)
+    def _made(self, goal: PlanGoal, of_its_size: SizeClass) -> tuple[Forecast, RoundProfile, StepModel]:
+        """A plan for the rounds of this size, what it was made from, and the model of that."""
+        model = self._model(of_its_size)
+        sizes: Sequence[int] = ()
+        if of_its_size.size:
+            own = [recorded.profile.sizes[0] for recorded in of_its_size.known]
+            sizes = (round(statistics.median(own)) if own else of_its_size.size,)
+        profile = model.round_of(sizes, usual=bool(goal.max_overhead))
         # What is held is seen only in rounds in which it is to leave.
         profile = replace(profile, held=frozenset(self._held))
-        if not goal.everything:
-            room_bytes = int(ROOM * self._recorder.total_bytes()) - base.peak_between_bytes
-            goal = replace(goal, room_bytes=room_bytes)
-        return plan_round(profile, goal, caution=self._caution), profile
+        if goal.everything:
+            return plan_round(profile, goal, caution=of_its_size.caution), profile, model
+        goal = replace(goal, room_bytes=self._room_bytes())
+        largest = self._largest()
+        if largest is not None and largest.size > of_its_size.size and largest.forecast is not None:
+            above_bytes = profile.peak_bytes - largest.forecast.peak_bytes
+            if above_bytes <= 0:
+                return _nothing(model, profile), profile, model
+            goal = replace(goal, target_saved_bytes=above_bytes, max_overhead=goal.max_overhead or 0.0)
+        return self._tried(goal, of_its_size, profile, model), profile, model
 
-    def _go_by(self, forecast: Forecast, profile: RoundProfile) -> None:
-        self.forecast = forecast
+    def _tried(self, goal: PlanGoal, of_its_size: SizeClass, profile: RoundProfile, model: StepModel) -> Forecast:
+        """Of the plans that would not make the known rounds wait for longer than is allowed, that with the least peak.
+
+        If the first does not, the rounds are not like the typical one, and it is adapted to them.
+        """
+        scenarios = model.scenarios(profile.sizes)
+        tried: list[tuple[bool, int, float, Forecast]] = []
+        waits: dict[int, float] = {}
+        for more in MORE_CAUTIONS:
+            caution = min(MOST_CAUTION, of_its_size.caution * more)
+            forecast = plan_round(profile, goal, caution=caution)
+            allowed_ms = max(forecast.stalled_ms, (goal.max_overhead or 0.0) * profile.length_ms)
+            allowed_ms += BEARABLE_STALL * profile.length_ms
+            plans = [forecast.points]
+            if tried or waits_ms(forecast.points, scenarios).mean() > allowed_ms:
+                plans += [in_time(forecast.points, scenarios, part=part, caution=caution) for part in PARTS_IN_TIME]
+            for points in plans:
+                by_round_ms = waits_ms(points, scenarios)
+                waited_ms = float(by_round_ms.mean())
+                found = forecast._replace(points=points, stalled_ms=waited_ms)
+                if points is forecast.points:
+                    found = found._replace(stalled_ms=max(forecast.stalled_ms, waited_ms))
+                else:
+                    found = found._replace(
+                        peak_bytes=peak_bytes(points, profile), copied_bytes=_copied(points, profile)
+                    )
+                tried.append((waited_ms > allowed_ms, found.peak_bytes, waited_ms, found))
+                waits[id(points)] = float(by_round_ms.max())
+            if len(plans) == 1:
+                break
+        late, _, _, best = min(tried, key=lambda one: one[:3])
+        if late and profile.peak_bytes <= self._room_bytes():
+            return _nothing(model, profile)
+        of_its_size.most_waits_ms = waits[id(best.points)]
+        return best
+
+    def _model(self, of_its_size: SizeClass) -> StepModel:
+        """Of the class's rounds; if they are few, of other classes' as well."""
+        rounds = of_its_size.undistorted()
+        if len(rounds) < ENOUGH_ROUNDS:
+            for other in self._classes:
+                if other is not of_its_size:
+                    rounds += other.undistorted()[-OTHERS_ROUNDS:]
+        with_memory = [one.with_memory.profile for one in self._classes if one.with_memory is not None]
+        if of_its_size.with_memory is not None and len(of_its_size.known) >= ENOUGH_ROUNDS:
+            with_memory = [of_its_size.with_memory.profile]
+        return StepModel(rounds, with_memory, rates_of=[one.profile for one in of_its_size.known])
+
+    def _go_by(self, of_its_size: SizeClass, forecast: Forecast, profile: RoundProfile, model: StepModel) -> None:
+        before = self._largest()
+        peak_before_bytes = None if before is None or before.forecast is None else before.forecast.peak_bytes
+        of_its_size.forecast, of_its_size.profile, of_its_size.model = forecast, profile, model
+        of_its_size.took_ms = of_its_size.middling_ms(of_its_size.last or of_its_size.known)
+        of_its_size.last.clear()
+        of_its_size.settled = of_its_size.wants_plan = False
+        of_its_size.proved_rounds = 0
+        if of_its_size is not self._largest():
+            return
         planned = self._recorder.rounds.planned = _planned(forecast, profile)
-        self._guessed = profile.guessed
-        self._took_ms = _took_ms(self._last)
-        self._last.clear()
-        self._settled = False
-        self._proved_rounds = 0
         logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_sentence(planned)}")
-
-    def _undistorted(self) -> list[RoundProfile]:
-        """Those of the known rounds in which compute waited little; if they are few, those in which it waited least."""
-        profiles = [recorded.profile for recorded in self._known]
-        by_distortion = sorted(profiles, key=lambda profile: profile.stalled_ms / max(profile.length_ms, 1e-3))
-        count = sum(profile.stalled_ms <= DISTORTED * profile.length_ms for profile in profiles)
-        return by_distortion[: max(count, LAST_ROUNDS)]
+        if peak_before_bytes is None or abs(forecast.peak_bytes - peak_before_bytes) > WORTH_IT * planned.saved_bytes:
+            for smaller in self._classes:
+                smaller.wants_plan = smaller.wants_plan or smaller is not of_its_size
 
     def _empty_cache_once(self, recorded: Recorded) -> None:
         """Of what rounds before the plan have left in the allocator's cache, in sizes of their own."""
@@ -237,14 +470,14 @@ class Tuner:
             self._cache_is_to_be_emptied = True
 
 
-def _length_ms(recorded: Recorded) -> float:
-    """Of the round, with what compute waited."""
-    return recorded.profile.length_ms + recorded.profile.stalled_ms
+def _nothing(model: StepModel, profile: RoundProfile) -> Forecast:
+    """The plan by which everything stays."""
+    positions = {moment: position for position, moment in enumerate(model.moments)}
+    return Forecast(Points(positions, {}, {}, frozenset()), profile.peak_bytes, 0.0, 0)
 
 
-def _took_ms(rounds: Iterable[Recorded]) -> float:
-    """Of the rounds, the middling one's time."""
-    return max(1e-3, statistics.median(map(_length_ms, rounds)))
+def _copied(points: Points, profile: RoundProfile) -> int:
+    return sum(profile.passed[points.positions[Moment(Kind.SAVED, place)]].size_bytes for place in points.release)
 
 
 def _planned(forecast: Forecast, profile: RoundProfile) -> Planned:

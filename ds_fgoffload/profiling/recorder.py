@@ -67,6 +67,8 @@ class Recorder:
         self._measures = self._measures_next = False
         self._peak_bytes = 0
         self._watching_thread: int | None = None
+        self.memory_bytes = 0
+        """Of the device, allocated when it was last looked at."""
         self.takes_times = True
         """Whether the moments of the rounds that begin now are marked on the device; copies and waits always are."""
 
@@ -131,6 +133,9 @@ class Recorder:
             self._peak_bytes = self._streams.peak_allocated_bytes()
         return 0 if self._peak_bytes == before_bytes else self._peak_bytes
 
+    def micro_batch_began(self, size: int) -> None:
+        self._round.sizes.append(size)
+
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
         if not self._round.takes_times:
             return
@@ -138,7 +143,7 @@ class Recorder:
         assert fence is not None
         memory_bytes = 0
         if self._asks_for_memory():
-            memory_bytes = self._streams.allocated_bytes()
+            self.memory_bytes = memory_bytes = self._streams.allocated_bytes()
         reads = self._reads_over
         if self._measures:
             if reads:
@@ -255,7 +260,7 @@ class Recorder:
             passed.append(ProfiledMoment(mark.moment, own_ms, mark.size_bytes, memory_bytes, read_at_ms))
         d2h, h2d = (self._rates.get(direction, max(self._rates.values(), default=0.0)) for direction in Direction)
         waited_ms = sum(stalled_ms) + reads_waited_ms
-        return RoundProfile(passed, d2h, h2d, frozenset(over.held), waited_ms, guessed)
+        return RoundProfile(passed, d2h, h2d, frozenset(over.held), waited_ms, guessed, tuple(over.sizes))
 
 
 def _units_around(marks: list[Mark], position: int) -> tuple[str | None, str | None]:

@@ -64,6 +64,8 @@ class RoundTimes:
     takes_times: bool = True
     after_reads: set[Moment] = field(default_factory=set)
     """Moments before which the host read the device: those of the last round in which that was looked out for."""
+    sizes: list[int] = field(default_factory=list)
+    """Elements of the tensors that the root was called with, by micro-batch."""
     marks: list[Mark] = field(default_factory=list)
     copies: dict[Direction, list[Copy]] = field(default_factory=lambda: {direction: [] for direction in Direction})
     waits: list[Wait] = field(default_factory=list)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ds_fgoffload.compat.compiled import (
@@ -202,7 +203,7 @@ class ModuleHooks:
         self._root = root
         self._root_has_returned = False
         self._root_handles: tuple[RemovableHandle, ...] = (
-            root.register_forward_pre_hook(ModuleHook(self._begin_micro_batch), prepend=True),
+            root.register_forward_pre_hook(ModuleHook(self._begin_micro_batch), prepend=True, with_kwargs=True),
             root.register_forward_hook(ModuleHook(self._end_micro_batch)),
         )
         self._handles: dict[str, tuple[RemovableHandle, ...]] = {
@@ -273,7 +274,7 @@ class ModuleHooks:
             )
         self._compilable = {module for above in self._above.values() for module in above}
 
-    def _begin_micro_batch(self, _root: nn.Module, *_: Any) -> None:
+    def _begin_micro_batch(self, _root: nn.Module, arguments: object, named: object = None) -> None:
         # Calls are still open here only if the last forward was left by something that module hooks do not see,
         # such as KeyboardInterrupt.
         self._open_calls.close_all()
@@ -282,7 +283,7 @@ class ModuleHooks:
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
         if may_save():
-            if self._offloader.begin_micro_batch():
+            if self._offloader.begin_micro_batch(_elements((arguments, named))):
                 collect_young()
             if self._recomputer is not None and self._recomputer.is_needed and self._takes_what_is_saved():
                 self._enter_root(self._recomputer)
@@ -432,6 +433,11 @@ def _hooks_around() -> tuple[Any, Any] | None:
 def _are_the_users(top: tuple[Any, Any] | None) -> bool:
     """Neither ours nor a checkpoint's, which only counts what is saved in it."""
     return top is not None and type(top[0]) is not Uncompiled and top[0].__module__ not in _OF_CHECKPOINTS
+
+
+def _elements(called_with: object) -> int:
+    """Of all tensors in it."""
+    return sum(leaf.numel() for leaf in tree_leaves(called_with) if isinstance(leaf, torch.Tensor))
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

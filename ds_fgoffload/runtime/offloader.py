@@ -121,8 +121,11 @@ class Offloader:
         self._scope_bytes: dict[str, int] = {}  # what each unit's last call saved
         self._told_full = False
 
-    def begin_micro_batch(self) -> bool:
-        """A forward begins: calls are counted anew, and parameters may have moved. True: a new round does, too."""
+    def begin_micro_batch(self, size: int = 0) -> bool:
+        """A forward begins: calls are counted anew, and parameters may have moved. True: a new round does, too.
+
+        ``size``: elements of the tensors that the root is called with.
+        """
         with self._lock:
             self._bury()
             self._by_identity = {key: ref for key, ref in self._by_identity.items() if ref() is not None}
@@ -130,10 +133,9 @@ class Offloader:
             self._calls.clear()
             self._eligibility.refresh()
             self._transfer.compute()
-            new_round = self._schedule.micro_batch_began(self._micro_batch)
-            if new_round and self._tuner is not None:
-                self._schedule.go_by(self._tuner.points())
-            return new_round
+            if self._tuner is not None and self._schedule.begins_round(self._micro_batch):
+                self._schedule.go_by(self._tuner.points(size))
+            return self._schedule.micro_batch_began(self._micro_batch, size)
 
     def watch_backward(self, output: object) -> None:
         """The forward of a micro-batch has returned ``output``: its backward begins at one of the tensors in it."""
@@ -267,6 +269,8 @@ class Offloader:
             self._last_key, aliases, scope.stats, self._transfer, first.compute, self._deaths, first.original
         )
         self._parcels[parcel.key] = weakref.ref(parcel)
+        if self._tuner is not None and self._tuner.lacks_memory():
+            self._schedule.go_by_windows()
         self._carry_out(self._schedule.saved(parcel.key, site, parcel.size_bytes, scope.micro_batch))
         if parcel.state is State.RESIDENT:  # not worth it, or no room on the host
             scope.stats.kept_bytes += parcel.saved_bytes

@@ -28,10 +28,14 @@ class NeedOrder:
         self._on_host: dict[Place, int] = {}  # -> key
         self._stacks: dict[int, list[Place]] = {}  # micro-batch -> places, last saved last; stale ones are passed over
 
-    def micro_batch_began(self, micro_batch: int) -> bool:
-        """A forward begins. True if a new round does: every earlier one is in backward or gone."""
+    def begins_round(self, micro_batch: int) -> bool:
+        """Whether the forward of ``micro_batch`` begins a new round: every earlier one is in backward or gone."""
         overdue = micro_batch - LONGEST_ROUND
-        new_round = all(earlier in self._in_backward or earlier <= overdue for earlier in self._alive)
+        return all(earlier in self._in_backward or earlier <= overdue for earlier in self._alive)
+
+    def micro_batch_began(self, micro_batch: int) -> bool:
+        """A forward begins. True if a new round does."""
+        new_round = self.begins_round(micro_batch)
         if new_round:
             if self._recorded:
                 self._learned, self._recorded = self._recorded, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -92,10 +93,20 @@ class Points:
     """Position from which the copy to the host is known to be over."""
     reload: Mapping[Place, int]
     """Last position at which the copy back can begin and be over in time."""
-    kept: frozenset[Place] = frozenset()
-    """Places that are not worth a copy."""
+    moved: AbstractSet[Place] | None = None
+    """Places that are worth a copy; any other is kept. None: all are copied."""
     within_window: bool = False
     """Whether the release window holds as well: memory before time, even if compute has to wait."""
+    timed_bytes: int = 0
+    """So many bytes are copied although they are not moved, to learn the link's rate: they stay on the device, too."""
+
+
+TIMED_BYTES = 64 << 20
+"""Copied in a round that is to tell the link's rate; a link of 50 GB/s carries it in 1.3 ms."""
+NOTHING_MOVES = Points({}, {}, {}, frozenset())
+"""For rounds of which nothing is known that would pay, or be in time."""
+NOTHING_KNOWN = Points({}, {}, {}, frozenset(), timed_bytes=TIMED_BYTES)
+"""For the first rounds: nothing leaves, since nothing is surely in time, but the link is timed."""
 
 
 class Witness(Protocol):
@@ -103,6 +114,9 @@ class Witness(Protocol):
 
     def round_began(self, points: Points | None) -> None:
         """A new round, which goes by ``points``; the moments of the last are complete."""
+
+    def micro_batch_began(self, size: int) -> None:
+        """A micro-batch of the round; ``size``: elements of the tensors that the root is called with."""
 
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
         """A moment of the round. ``size_bytes``: of what is saved there; ``away_bytes``: on the host alone, now."""

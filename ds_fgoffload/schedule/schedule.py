@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from enum import Enum
+from heapq import heappop, heappush
 from typing import Any
 
 from ds_fgoffload.schedule.order import NeedOrder
@@ -66,6 +67,8 @@ class Schedule:
         self._device_bytes_before = 0  # on the device after the last event of backward
         self._points: Points | None = None
         self._round_points: Points | None = None
+        self._timed_bytes = 0  # copied in this round to learn the link's rate
+        self._to_reload: list[tuple[int, int, int]] = []  # heap: planned position, position of its need, key
         self._landmarks: dict[int, int] = {}  # calls of modules that are no units, in this micro-batch
         self._position = -1  # of the last moment that was in the recorded round, too
 
@@ -73,14 +76,26 @@ class Schedule:
         """From the next round on. None: by windows."""
         self._round_points = points
 
-    def micro_batch_began(self, micro_batch: int) -> bool:
-        """The forward of a micro-batch begins. True if a new round does."""
+    def go_by_windows(self) -> None:
+        """For the rest of this round: memory is short, and nothing is known that would spare it without waits."""
+        self._points = None
+
+    def begins_round(self, micro_batch: int) -> bool:
+        """Whether ``micro_batch``, whose forward is about to begin, begins a new round."""
+        return self._order.begins_round(micro_batch)
+
+    def micro_batch_began(self, micro_batch: int, size: int = 0) -> bool:
+        """The forward of a micro-batch of ``size`` elements begins. True if a new round does."""
         new_round = self._order.micro_batch_began(micro_batch)
         if new_round:
             if self._witness is not None:
                 self._witness.round_began(self._round_points)
             self._points = self._round_points
             self._position = -1
+            self._timed_bytes = 0
+            self._to_reload.clear()
+        if self._witness is not None:
+            self._witness.micro_batch_began(size)
         self._landmarks.clear()
         return new_round
 
@@ -118,11 +133,8 @@ class Schedule:
             self._largest_parcel_bytes = max(self._largest_parcel_bytes, size_bytes)
             self._most_alive_bytes = max(self._most_alive_bytes, self._alive_bytes)
             self._update_window()
-        if self._points is not None:
-            if place in self._points.kept:
-                return acts
-            if Moment(Kind.SAVED, place) not in self._points.positions:
-                self._points = None  # not the round that was recorded: until the next one, the windows hold
+        if self._points is not None and not self._moves(self._points, place, size_bytes):
+            return acts
         entry.where = _Where.LEAVING
         self._leaving[key] = size_bytes
         self._leaving_bytes += size_bytes
@@ -212,7 +224,15 @@ class Schedule:
         if self._points is None:
             return []
         self._position = max(self._position, self._points.positions.get(moment, -1))
-        return self._release_due(self._points) + self._reload_due(self._points, micro_batch)
+        return self._release_due(self._points) + self._reload_due()
+
+    def _moves(self, points: Points, place: Place, size_bytes: int) -> bool:
+        if points.moved is None or place in points.moved:
+            return True
+        if self._timed_bytes >= points.timed_bytes:
+            return False
+        self._timed_bytes += size_bytes
+        return True
 
     def _release_due(self, points: Points) -> list[Act]:
         acts = []
@@ -224,13 +244,13 @@ class Schedule:
                 acts.append(self._release(key, entry))
         return acts
 
-    def _reload_due(self, points: Points, micro_batch: int) -> list[Act]:
+    def _reload_due(self) -> list[Act]:
         acts = []
-        while (key := self._order.next_key(micro_batch)) is not None:
-            entry = self._entries[key]
-            if points.reload.get(entry.place, self._position + 1) > self._position:
-                break
-            acts.append(self._reload(key, entry))
+        while self._to_reload and self._to_reload[0][0] <= self._position:
+            key = heappop(self._to_reload)[-1]
+            entry = self._entries.get(key)
+            if entry is not None and entry.where is _Where.HOST:
+                acts.append(self._reload(key, entry))
         return acts
 
     def _keep_window(self, expected_bytes: int) -> list[Act]:
@@ -292,6 +312,9 @@ class Schedule:
         if to is _Where.HOST:
             self._host_bytes += entry.size_bytes
             self._order.left(key, entry.micro_batch, entry.place)
+            if self._points is not None and entry.place in self._points.reload:
+                needed = self._points.positions.get(Moment(Kind.NEEDED, entry.place), 0)
+                heappush(self._to_reload, (self._points.reload[entry.place], needed, key))
         elif to in (_Where.IN_PLACE, _Where.RETURNED):
             self._backward_bytes += entry.size_bytes
 

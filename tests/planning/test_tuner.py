@@ -303,7 +303,7 @@ def test_time_that_may_be_added_is_that_of_usual_rounds(link_bytes_per_ms):
         training.step()
     found, forecast = training.steady(0), training.offloader._tuner.forecast
     assert (found.peak_bytes, found.waited_ms) == (steady.peak_bytes, pytest.approx(steady.waited_ms))
-    assert forecast.stalled_ms == pytest.approx(found.waited_ms, abs=0.1)
+    assert forecast.stalled_ms == pytest.approx(found.waited_ms, abs=0.2)  # foreseen over all known rounds
 
 
 def test_moments_are_the_objects_of_the_last_round_and_no_others_are_kept():

@@ -21,7 +21,7 @@ class Recorder:
         self.unit_stats = {}
         self.plans = False
 
-    def begin_micro_batch(self):
+    def begin_micro_batch(self, size):
         self.events.append("begin")
 
     def watch_backward(self, output):

@@ -51,7 +51,7 @@ def test_plans_are_made_of_what_random_programs_repeat(monkeypatch):
     for seed in range(40):
         run_seed(seed)
     assert sum(bool(forecast.points.release) for forecast in forecasts) > 5
-    assert sum(bool(forecast.points.kept) for forecast in forecasts) > 5
+    assert sum(forecast.points.moved is not None and not forecast.points.moved for forecast in forecasts) > 0
 
 
 def caught_by(transfer_class):
