@@ -14,7 +14,8 @@ come; in a round without them they take no time and save nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,8 @@ CURVED = 1.5
 MOST_LENGTHENED = 1.05
 """Stretches at their shortest are lengthened by so much at most, towards the shortest round that was seen: in rounds
 that hardly differ, what is more are stretches that are long now and then."""
+MOST_OPTIONAL = 64
+"""Units that come and go; of so many it is tried what happens if they do not come."""
 TRIMMED = 0.2
 """The part of the samples, at either end, that a mean leaves out."""
 
@@ -65,6 +68,7 @@ class StepModel:
         rounds: at least one; how long they take, and what they save.
         with_memory: rounds in which memory was looked at. What is read of the device is as in them, too.
         rates_of: the rounds of which the lowest rates of the link are taken; None: ``rounds``.
+        optional: moments that did not come in every round that was ever seen.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class StepModel:
         rounds: Sequence[RoundProfile],
         with_memory: Sequence[RoundProfile] = (),
         rates_of: Sequence[RoundProfile] | None = None,
+        optional: AbstractSet[Moment] = frozenset(),
     ) -> None:
         timed = len(rounds)
         self._rates_of = rates_of or rounds
@@ -86,11 +91,17 @@ class StepModel:
         self._sizes = self._all_sizes[:timed]
         self._degree = _degree(self._sizes)
         self._fill(timed)
+        self._always = self._present.all(axis=0) & np.array([moment not in optional for moment in self.moments], bool)
+
+    @property
+    def is_always_the_same(self) -> bool:
+        """Whether each moment comes in each round."""
+        return bool(self._always.all())
 
     @property
     def always(self) -> set[Moment]:
         """The moments that come in every round."""
-        return {self.moments[position] for position in np.flatnonzero(self._present.all(axis=0))}
+        return {self.moments[position] for position in np.flatnonzero(self._always)}
 
     def round_of(self, sizes: Sequence[int], *, usual: bool = False) -> RoundProfile:
         """The round that is to be expected at ``sizes``, elements by micro-batch.
@@ -123,24 +134,53 @@ class StepModel:
             sizes=tuple(sizes),
         )
 
-    def scenarios(self, sizes: Sequence[int]) -> Scenarios:
-        """The known rounds, carried over to ``sizes``."""
+    def scenarios(self, sizes: Sequence[int], *, each_optional_missing: bool = False) -> Scenarios:
+        """The known rounds, carried over to ``sizes``.
+
+        ``each_optional_missing``: and, for each unit that comes and goes, a round without it.
+        """
         stretches_ms = self._carried(self._stretches_ms, sizes, self._degree)
         times_ms = np.cumsum(stretches_ms, axis=1)
+        saved_bytes = self._carried(self._saved_bytes, sizes, min(1, self._degree))
+        present, after_reads_ms = self._present, self._after_reads_ms
+        if each_optional_missing and (rows := list(self._one_missing())):
+            of = np.array([row for row, _ in rows])
+            present = np.vstack([present, *(columns for _, columns in rows)])
+            times_ms = np.vstack([times_ms, times_ms[of]])
+            saved_bytes = np.vstack([saved_bytes, saved_bytes[of]]) * present
+            after_reads_ms = np.vstack([after_reads_ms, after_reads_ms[of]])
         next_ms = times_ms
-        if not self._same:
-            next_ms = np.where(self._present, times_ms, np.inf)
+        if not present.all():
+            next_ms = np.where(present, times_ms, np.inf)
             next_ms = np.minimum.accumulate(next_ms[:, ::-1], axis=1)[:, ::-1]
             next_ms = np.where(np.isinf(next_ms), times_ms[:, -1:], next_ms)
         return Scenarios(
             self.moments,
             times_ms,
             next_ms,
-            self._carried(self._saved_bytes, sizes, min(1, self._degree)),
-            times_ms - self._after_reads_ms,
+            saved_bytes,
+            times_ms - after_reads_ms,
             min(profile.d2h_bytes_per_ms for profile in self._rates_of),
             min(profile.h2d_bytes_per_ms for profile in self._rates_of),
         )
+
+    def _one_missing(self) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
+        """Of each unit that does not come in every round: a round in which it comes, and what comes in it otherwise.
+
+        A point that was planned at a moment of such a unit is passed late where it is missing, and the known rounds,
+        which are few, have not seen each of them missing beside each other one that comes.
+        """
+        columns_of: dict[tuple[int, str], list[int]] = {}
+        for column in np.flatnonzero(~self._always):
+            place = self.moments[column].place
+            columns_of.setdefault((place.ordinal, place.site.unit), []).append(int(column))
+        fullest = np.argsort(-self._present.sum(axis=1), kind="stable")
+        for columns in list(columns_of.values())[:MOST_OPTIONAL]:
+            row = next((int(row) for row in fullest if self._present[row, columns].any()), None)
+            if row is not None:
+                without = self._present[row].copy()
+                without[columns] = False
+                yield row, without
 
     def length_ms(self, sizes: Sequence[int]) -> float:
         """How long compute is expected to take."""

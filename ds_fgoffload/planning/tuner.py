@@ -169,6 +169,9 @@ class Tuner:
         self._recorder.measure(measure=goal is not None and not goal.everything)
         self._classes: list[SizeClass] = []
         self._held: set[Place] = set()
+        self._came: set[Moment] = set()
+        self._optional: set[Moment] = set()
+        """Moments that came in some rounds and not in others."""
         self._begun = 0
         self._rounds = 0
         self._regret_ms = 0.0
@@ -261,6 +264,10 @@ class Tuner:
         of_its_size = self._class_of(profile)
         of_its_size.add(recorded)
         self._held |= profile.held
+        came = {passed.moment for passed in profile.passed}
+        if self._came:
+            self._optional |= self._came ^ came
+        self._came |= came
         changed = of_its_size.are_of_another_structure([recorded])
         last = of_its_size.last
         if changed and len(last) == LAST_ROUNDS and of_its_size.are_of_another_structure(last):
@@ -286,6 +293,8 @@ class Tuner:
         of_its_size = SizeClass(before.size)
         self._classes = [of_its_size]
         self._held.clear()
+        self._came.clear()
+        self._optional.clear()
         for recorded in before.last:
             of_its_size.add(recorded)
             self._held |= recorded.profile.held
@@ -404,7 +413,7 @@ class Tuner:
 
         If the first does not, the rounds are not like the typical one, and it is adapted to them.
         """
-        scenarios = model.scenarios(profile.sizes)
+        scenarios = model.scenarios(profile.sizes, each_optional_missing=True)
         tried: list[tuple[bool, int, float, Forecast]] = []
         waits: dict[int, float] = {}
         for more in MORE_CAUTIONS:
@@ -413,7 +422,10 @@ class Tuner:
             allowed_ms = max(forecast.stalled_ms, (goal.max_overhead or 0.0) * profile.length_ms)
             allowed_ms += BEARABLE_STALL * profile.length_ms
             plans = [forecast.points]
-            if tried or waits_ms(forecast.points, scenarios).mean() > allowed_ms:
+            if not model.is_always_the_same:
+                # What comes and goes does so in more ways than the known rounds show: nothing may rely on it.
+                plans = [in_time(forecast.points, scenarios, part=1.0, caution=caution)]
+            elif tried or waits_ms(forecast.points, scenarios).mean() > allowed_ms:
                 plans += [in_time(forecast.points, scenarios, part=part, caution=caution) for part in PARTS_IN_TIME]
             for points in plans:
                 by_round_ms = waits_ms(points, scenarios)
@@ -427,7 +439,7 @@ class Tuner:
                     )
                 tried.append((waited_ms > allowed_ms, found.peak_bytes, waited_ms, found))
                 waits[id(points)] = float(by_round_ms.max())
-            if len(plans) == 1:
+            if plans == [forecast.points]:
                 break
         late, _, _, best = min(tried, key=lambda one: one[:3])
         if late and profile.peak_bytes <= self._room_bytes():
@@ -445,7 +457,9 @@ class Tuner:
         with_memory = [one.with_memory.profile for one in self._classes if one.with_memory is not None]
         if of_its_size.with_memory is not None and len(of_its_size.known) >= ENOUGH_ROUNDS:
             with_memory = [of_its_size.with_memory.profile]
-        return StepModel(rounds, with_memory, rates_of=[one.profile for one in of_its_size.known])
+        return StepModel(
+            rounds, with_memory, rates_of=[one.profile for one in of_its_size.known], optional=self._optional
+        )
 
     def _go_by(self, of_its_size: SizeClass, forecast: Forecast, profile: RoundProfile, model: StepModel) -> None:
         before = self._largest()

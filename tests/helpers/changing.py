@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -172,8 +172,6 @@ def profiles_of(steps: list[Work], link_bytes_per_ms: float) -> list[RoundProfil
     training.offloader.stats()
     recorder.end()
     rate = link_bytes_per_ms
-    from dataclasses import replace
-
     return [replace(one, d2h_bytes_per_ms=rate, h2d_bytes_per_ms=rate) for one in found[: len(steps)]]
 
 
