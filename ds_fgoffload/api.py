@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from ds_fgoffload.compat.versions import Pair, installed, too_new, too_old
 from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section, parse_config
 from ds_fgoffload.device.streams import accelerator_device
 from ds_fgoffload.engines.adapter import Adapter, adapt
@@ -200,13 +202,14 @@ def attach(
 
     Raises:
         OffloadConfigError: there is no section, or it asks for something that cannot be done.
-        OffloadStateError: offloading is attached to ``target`` already.
+        OffloadStateError: offloading is attached to ``target`` already, or torch or DeepSpeed is too old.
     """
     adapter = adapt(target)
     if get(target) is not None:
         name = type(target).__name__
         msg = f"offloading is attached to this {name} already: call ds_fgoffload.get(model).detach() first"
         raise OffloadStateError(msg)
+    _check_versions(installed())
     section = adapter.section() if config is None else _section_of(config)
     if section is None:
         where = "the engine's ds_config" if config is None else "the given config"
@@ -244,6 +247,17 @@ def initialize_with(deepspeed_initialize: Callable[..., Any], *args: Any, **kwar
         else:
             note_switched_off()
     return made
+
+
+@cache
+def _check_versions(pair: Pair) -> None:
+    """Once in a process: nobody has tested what is newer than what is supported, and what is older is known to fail."""
+    refused = too_old(pair)
+    if refused is not None:
+        raise OffloadStateError(refused)
+    untested = too_new(pair)
+    if untested is not None:
+        warn(f"{untested}, or compare losses with and without offloading before you rely on them")
 
 
 def _ds_config_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

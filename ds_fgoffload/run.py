@@ -24,6 +24,7 @@ import torch.distributed
 from deepspeed.utils import logger
 
 from ds_fgoffload import api
+from ds_fgoffload.compat.private import default_store
 from ds_fgoffload.errors import OffloadConfigError
 from ds_fgoffload.reporting.report import render
 from ds_fgoffload.reporting.tally import is_switched_off, tallies
@@ -84,7 +85,7 @@ class _Board:
     def find(self) -> None:
         """Looks for the process group, which exists once an engine does."""
         if self._store is None and torch.distributed.is_initialized():
-            self._store = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - no public name
+            self._store = default_store()
             self.rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def gather(self, item: Any) -> list[Any]:

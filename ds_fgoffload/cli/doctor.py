@@ -20,6 +20,7 @@ from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
 
+from ds_fgoffload.compat.versions import REMEDY, SUPPORTED
 from ds_fgoffload.device.pinning import allocate_pinned
 from ds_fgoffload.device.streams import Streams, accelerator_device, make_streams
 from ds_fgoffload.host_memory.budget import cgroup_rooms, local_ranks, memlock_bytes, pin_remedy, room
@@ -35,7 +36,7 @@ _SLOW_LINK_GB_S = 10.0
 _SMALL_SHM_BYTES = 1 * _GIB
 _SMALL_SHARE_BYTES = 4 * _GIB
 _LINK_FACTS = ("class", "vendor", "current_link_speed", "max_link_speed", "current_link_width", "max_link_width")
-_LEAST = {"torch": "2.6", "deepspeed": "0.16", "pydantic": "2.7"}
+_LEAST = {**{package: one.oldest for package, one in SUPPORTED.items()}, "pydantic": "2.7"}
 
 
 class Verdict(Enum):
@@ -95,14 +96,16 @@ def _versions() -> Iterator[Finding]:
     yield Finding("python", Verdict.OK, platform.python_version())
     for package in ("ds_fgoffload", "torch", "deepspeed", "pydantic", "transformers", "accelerate"):
         try:
-            found = version(package)
+            found = torch.__version__ if package == "torch" else version(package)  # it says what it was built for
         except PackageNotFoundError:
             if package in _LEAST:
                 yield Finding(package, Verdict.FAIL, "not installed", f"pip install '{package}>={_LEAST[package]}'")
             continue
         least = _LEAST.get(package)
         if least is not None and Version(found) < Version(least):
-            yield Finding(package, Verdict.FAIL, found, f"{least} or newer is needed")
+            yield Finding(package, Verdict.FAIL, found, f"{least} or newer is needed: pip install -U {package}")
+        elif package in SUPPORTED and SUPPORTED[package].is_newer(found):
+            yield Finding(package, Verdict.NOTE, found, f"newer than what is tested ({SUPPORTED[package]}): {REMEDY}")
         else:
             yield Finding(package, Verdict.OK, found)
 

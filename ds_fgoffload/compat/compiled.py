@@ -10,15 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch._dynamo
 from torch import nn
 
+from ds_fgoffload.compat.private import compiled_call, eval_frame_callback, is_tracing, skip_code
 from ds_fgoffload.errors import OffloadStateError
 
 _T = TypeVar("_T")
-
-_callback_of_dynamo: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
-"""None where Dynamo does not look at the frames of this thread: outside of compiled calls, nearly always."""
 
 
 class Uncompiled(Generic[_T]):
@@ -35,7 +32,7 @@ class Uncompiled(Generic[_T]):
         self._disabled: Callable[..., _T] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> _T:
-        return (self._call if _callback_of_dynamo() is None else self._disabled)(*args)
+        return (self._call if eval_frame_callback() is None else self._disabled)(*args)
 
 
 class ModuleHook:
@@ -46,7 +43,7 @@ class ModuleHook:
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():  # what Dynamo sees of a hook that lies in a graph
-            if torch._C._is_tracing() and torch.is_grad_enabled():
+            if is_tracing() and torch.is_grad_enabled():
                 raise OffloadStateError(_NOT_WITH_JIT.format("torch.jit.trace"))
             self._call(*args)
 
@@ -77,8 +74,6 @@ def leave_hooks_uncompiled() -> None:
     Dynamo does not compile ``nn.Module.__call__``, but goes on with what is called from there: hooks, then ``forward``.
     ``torch.compiler.disable`` would not do: a hook so marked breaks the graphs that it lies in.
     """
-    # Not a public function. Without it results are the same, but Dynamo may try to compile the hooks.
-    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
     if skip_code is not None:
         skip_code(ModuleHook.__call__.__code__)
         skip_code(Uncompiled.__call__.__code__)
@@ -92,11 +87,11 @@ def modules_above(name: str, root: nn.Module) -> tuple[nn.Module, ...]:
 
 def is_compiled_away(above: Sequence[nn.Module]) -> bool:
     """Whether a module in ``above`` was compiled: by its ``compile()``, or by ``torch.compile``, which wraps it."""
-    return any(module._compiled_call_impl is not None for module in above) or any(
+    return any(compiled_call(module) is not None for module in above) or any(
         type(module).__name__ == "OptimizedModule" for module in above[:-1]
     )
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether this very module was compiled."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"

@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from ds_fgoffload.compat.private import empty_host_cache
 from ds_fgoffload.device.streams import accelerator_device
 
 
@@ -78,10 +79,8 @@ def pci_address() -> str | None:
 
 def unpin_unused_host() -> None:
     """Gives the system what torch's pinned allocator keeps for reuse: a tensor's end alone unpins nothing."""
-    # torch.accelerator has had it since torch 2.12
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None and torch.accelerator.is_available():
-        empty()
+    if empty_host_cache is not None and torch.accelerator.is_available():
+        empty_host_cache()
 
 
 def _runtime() -> Any:

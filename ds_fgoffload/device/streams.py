@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_fgoffload.compat.private import CudaEventBase, current_raw_stream
 from ds_fgoffload.device.cuda_reads import cuda_reads
 
 
@@ -155,12 +156,12 @@ class AcceleratorStreams:
         self._on = accelerator.stream
         is_cuda = device.type == "cuda"
         # The class under torch.cuda.Event, which adds nothing but time, and work for Python's collector.
-        self._event = getattr(torch._C, "_CudaEventBase", accelerator.Event) if is_cuda else accelerator.Event
+        self._event = (CudaEventBase if is_cuda else None) or accelerator.Event
         with accelerator.device(device.index):
             self.d2h = accelerator.Stream()
             self.h2d = accelerator.Stream()
         # Asked for at every saved tensor. torch makes a new object of it each time, at several times the cost.
-        self._current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None) if is_cuda else None
+        self._current_handle = current_raw_stream if is_cuda else None
         self._by_handle: dict[int, Any] = {}
         self._count = 0
         self._count_lock = threading.RLock()  # the collector may come in between, and what it ends puts fences too

@@ -17,6 +17,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from ds_fgoffload.compat.compiled import ModuleHook
+from ds_fgoffload.compat.private import compiled_call
 from ds_fgoffload.runtime.hooks import ModuleHooks
 from ds_fgoffload.stats import UnitStats, shown
 from ds_fgoffload.text.names import abbreviated
@@ -90,7 +91,7 @@ class _EagerHook(ModuleHook):
 def _eager_modules(root: nn.Module) -> Iterator[nn.Module]:
     """The modules below ``root`` that are not compiled, nor inside one that is."""
     for child in root.children():
-        if child._compiled_call_impl is None and type(child).__name__ != "OptimizedModule":
+        if compiled_call(child) is None and type(child).__name__ != "OptimizedModule":
             yield child
             yield from _eager_modules(child)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_fgoffload.compat.private import INSTRUCTIONS
 from ds_fgoffload.engines.zero import ZeroAdapter
 
 try:
@@ -34,7 +35,7 @@ class PipelineAdapter(ZeroAdapter):
         """
         if DualPipeVEngine is not None and isinstance(self._pipeline, DualPipeVEngine):
             return
-        instructions = self._pipeline._INSTRUCTION_MAP
+        instructions = getattr(self._pipeline, INSTRUCTIONS)
         backward = instructions[schedule.BackwardPass]
 
         def backward_and_release(engine: PipelineEngine, buffer_id: int) -> None:
@@ -47,8 +48,8 @@ class PipelineAdapter(ZeroAdapter):
                 buffers["inputs"][buffer_id] = None
 
         # The engine looks its instructions up on itself, so the map of this instance can differ from the class's.
-        self._pipeline._INSTRUCTION_MAP = {**instructions, schedule.BackwardPass: backward_and_release}
+        setattr(self._pipeline, INSTRUCTIONS, {**instructions, schedule.BackwardPass: backward_and_release})
 
     def release(self) -> None:
         super().release()
-        self._pipeline.__dict__.pop("_INSTRUCTION_MAP", None)
+        self._pipeline.__dict__.pop(INSTRUCTIONS, None)

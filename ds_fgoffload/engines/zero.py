@@ -9,12 +9,17 @@ from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from ds_fgoffload.compat.private import (
+    MODEL_STEP,
+    forward_modules,
+    graph_task_id,
+    iter_params,
+    z3_leaf_module,
+)
 from ds_fgoffload.config import SECTION, find_section
 from ds_fgoffload.errors import OffloadConfigError
 
@@ -25,7 +30,7 @@ class ZeroAdapter:
     ranks_hold_same_modules = True
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        if getattr(engine._config.compile_config, "deepcompile", False):
+        if engine.is_deepcompile_enabled():
             msg = (
                 f"{SECTION}: compile.deepcompile is on, and a graph compiled by DeepCompile calls no module hooks; use "
                 'its own pass ("compile": {"deepcompile": true, "offload_activation": true}), or turn deepcompile off'
@@ -63,13 +68,13 @@ class ZeroAdapter:
 
     def after_step(self, stepped: Callable[[], None]) -> None:
         engine = self._engine
-        take_step = type(engine)._take_model_step
+        take_step = getattr(type(engine), MODEL_STEP)
 
         def take_step_and_tell(*arguments: Any, **keywords: Any) -> None:
             take_step(engine, *arguments, **keywords)
             stepped()
 
-        engine._take_model_step = take_step_and_tell
+        setattr(engine, MODEL_STEP, take_step_and_tell)
 
     def monitor(self, numbers: Callable[[], Mapping[str, float]]) -> None:
         monitor = getattr(self._engine, "monitor", None)
@@ -79,7 +84,7 @@ class ZeroAdapter:
 
     def release(self) -> None:
         self._engine.__dict__.pop("destroy", None)
-        self._engine.__dict__.pop("_take_model_step", None)
+        self._engine.__dict__.pop(MODEL_STEP, None)
 
 
 def _whole(held: weakref.ref[DeepSpeedEngine], module: nn.Module) -> AbstractContextManager[Any]:
@@ -102,7 +107,7 @@ def _gathered(module: nn.Module, partitioning: Any) -> Iterator[None]:
     At the end of a module's forward they free its parameters, whoever else is using them: here ``module``, or one
     below, may be in the middle of its own backward. So what is there is marked as in use.
     """
-    own = list(parameter_offload.iter_params(module, recurse=parameter_offload.z3_leaf_module(module)))
+    own = list(iter_params(module, recurse=z3_leaf_module(module)))
     if own:  # a module inside a "leaf module" is none of DeepSpeed's: the leaf stands for all below it
         module = getattr(own[0], "ds_z3_leaf_module", module)
     parameters: list[Any] = list(module.parameters())
@@ -112,7 +117,7 @@ def _gathered(module: nn.Module, partitioning: Any) -> Iterator[None]:
     # In forward they are there. In backward they may be in one step and not in the next, also those that persist
     # (before the first step's end they do not yet). DeepSpeed records the order of the modules that fetch, and one that
     # differs makes it give up its trace and let go of every parameter, to gather it again in autocast's dtype.
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = graph_task_id() != -1
     is_fetched = bool(own) if in_backward else any(p.ds_status is not ZeroParamStatus.AVAILABLE for p in own)
     try:
         if is_fetched:
@@ -121,7 +126,7 @@ def _gathered(module: nn.Module, partitioning: Any) -> Iterator[None]:
             yield
         finally:
             if is_fetched:
-                parameter_offload.FWD_MODULE_STACK.pop()
+                forward_modules.pop()
                 partitioning.post_sub_module_forward_function(module)
     finally:
         for parameter in there:

@@ -16,9 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ds_fgoffload.compat.private import (
+    SCHEMA,
+    TorchDispatchMode,
+    graph_task_id,
+    storage_address,
+    storage_users,
+    tree_leaves,
+)
 from ds_fgoffload.device.streams import Streams
 from ds_fgoffload.inspection.inventory import Inventory, StorageRecord
 from ds_fgoffload.saved.eligibility import Eligibility
@@ -73,7 +79,7 @@ class Watcher:
 
     def _begin(self, root: nn.Module, _arguments: object) -> None:
         self._close()
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not torch.is_grad_enabled() or graph_task_id() != -1:
             return
         self._begins()
         self._next = Inventory()
@@ -104,7 +110,7 @@ class Watcher:
         self._stack.clear()
 
     def _enter(self, name: str, module: nn.Module, _arguments: object) -> None:
-        if self._watching and torch._C._current_graph_task_id() == -1:
+        if self._watching and graph_task_id() == -1:
             self._stack.append((name, module))
             self._next.classes[name] = type(module).__name__
             self._next.calls[name] = self._next.calls.get(name, 0) + 1
@@ -115,7 +121,7 @@ class Watcher:
                 return
 
     def _pack(self, inventory: Inventory, tensor: torch.Tensor) -> KeptTensor:
-        if torch._C._current_graph_task_id() != -1 or not self._stack:
+        if graph_task_id() != -1 or not self._stack:
             return KeptTensor(tensor)
         kept = _Recorded(tensor)
         module = self._stack[-1][1]
@@ -184,12 +190,12 @@ class _Seen:
 def _holders(tensor: torch.Tensor) -> int:
     """Tensors that hold the storage of ``tensor``."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - _COUNTED_BY_LOOKING
+    return int(storage_users(storage_address(storage))) - _COUNTED_BY_LOOKING
 
 
 def _counted_by_looking() -> int:
     alone = torch.empty(1).untyped_storage()
-    return int(torch._C._storage_Use_Count(alone._cdata))
+    return int(storage_users(storage_address(alone)))
 
 
 _COUNTED_BY_LOOKING = _counted_by_looking()
@@ -202,13 +208,13 @@ def _unpack(kept: KeptTensor) -> torch.Tensor:
     return kept.tensor()
 
 
-class _Producers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Producers(TorchDispatchMode):  # type: ignore[misc]
     """Remembers, for each storage, the last operation that wrote it."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._by_storage: dict[int, str] = {}
 
     def clear(self) -> None:
@@ -224,7 +230,7 @@ class _Producers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(out) if _has_storage(leaf)]
         if made:
-            schema = getattr(func, "_schema", None)
+            schema = getattr(func, SCHEMA, None)
             given = {storage_identity(leaf) for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
             writes = schema is not None and schema.is_mutable
             name = getattr(func, "overloadpacket", func).__name__

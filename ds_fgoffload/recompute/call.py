@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ds_fgoffload.compat.private import TreeSpec, tree_flatten, tree_unflatten, version_counter
 from ds_fgoffload.device.streams import Streams
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.recompute.conditions import Conditions
@@ -77,7 +77,7 @@ class Output:
         self.number = number
         """The first tensor of the output over this storage."""
         self.layout = Layout.of(tensor)
-        self._version = tensor._version
+        self._version = version_counter(tensor)
         self._storage = SavedStorage(tensor, None)
         self.size_bytes = self._storage.size_bytes
         drop_memory(self._storage.alias)
@@ -96,7 +96,7 @@ class Output:
 
     def check(self, layout: Layout) -> None:
         """Raises ``RuntimeError``, as autograd would, if it was changed in place since."""
-        version = self._storage.alias._version
+        version = version_counter(self._storage.alias)
         if version != self._version:
             raise RuntimeError(changed_in_place(layout, self._version, version))
 

@@ -28,6 +28,14 @@ import torch
 from torch import nn
 
 from ds_fgoffload.compat.compiled import ModuleHook
+from ds_fgoffload.compat.private import (
+    BUFFERS,
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    FULL_BACKWARD_HOOK,
+    MODULES,
+    PARAMETERS,
+)
 from ds_fgoffload.saved.tensors import version_of
 
 State = tuple[object, ...]
@@ -36,7 +44,7 @@ State = tuple[object, ...]
 OF_DEEPSPEED = ("ds_", "_ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn")
 """Attributes that ZeRO-3 sets on modules as they run, for itself."""
 
-_OF_TORCH = frozenset(nn.Module().__dict__) | {"_is_full_backward_hook", "_is_hf_initialized"}
+_OF_TORCH = frozenset(nn.Module().__dict__) | {FULL_BACKWARD_HOOK, "_is_hf_initialized"}
 """Attributes of every module; those that matter are read by name. ``training`` is restored, not compared."""
 _VALUES = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
                      torch.memory_format, torch.Size})  # fmt: skip
@@ -162,15 +170,15 @@ class _Reading:
             else:
                 self.value(value, label, _DEPTH)
         # values(), because ZeRO-3's own dictionary gathers the parameters that are looked up by name
-        for tensors in (attributes["_parameters"], attributes["_buffers"]):
+        for tensors in (attributes[PARAMETERS], attributes[BUFFERS]):
             for tensor in tensors.values():
                 if tensor is not None:
                     self._tensor(tensor)
-        for child in attributes["_modules"].values():
+        for child in attributes[MODULES].values():
             found.append(id(child))
         self._name(f"a submodule of a {type(module).__name__}")
         if not is_unit:  # those on the unit itself are none of it, and ran in forward
-            for hooks in (attributes["_forward_pre_hooks"], attributes["_forward_hooks"]):
+            for hooks in (attributes[FORWARD_PRE_HOOKS], attributes[FORWARD_HOOKS]):
                 if hooks:
                     found.extend(id(hook) for hook in hooks.values() if type(hook) is not ModuleHook)
             self._name(f"a forward hook of a {type(module).__name__}")

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ds_fgoffload.compat.compiled import is_compiled
+from ds_fgoffload.compat.private import torch_function_depth, tree_leaves
 from ds_fgoffload.recompute.call import Argument, Output, RecomputedCall, RecomputedTensor, flatten
 from ds_fgoffload.recompute.conditions import Conditions
 from ds_fgoffload.recompute.read_state import CHANGED, REPLACED
@@ -26,6 +26,7 @@ from ds_fgoffload.stats import UnitStats, shown
 from ds_fgoffload.text.messages import warn
 from ds_fgoffload.text.names import abbreviated
 
+_COMPILED = "torch.compile has compiled it, or a module in it"
 LONGEST_ROW = 2
 """Most calls that are made again in a row because the output of each is the argument of the next."""
 
@@ -112,6 +113,9 @@ class Recomputer:
         self._around.cost.micro_batch_began()
         self._outputs.clear()
         self._in_forward = True
+        for unit in self.units.values():  # from torch 2.15 on the hooks of a compiled module may lie in its graph
+            if not unit.stats.recompute_refused and any(map(is_compiled, unit.modules)):
+                self.refuse(unit, _COMPILED)
 
     def forward_ended(self) -> None:
         self._outputs.clear()
@@ -144,8 +148,8 @@ class Recomputer:
         leaves, structure = flatten(args, kwargs)
         objection = objection_to(leaves, "it is given")
         if objection is None and any(map(is_compiled, unit.modules)):
-            objection = "torch.compile has compiled it, or a module in it"
-        if objection is None and torch._C._len_torch_function_stack():
+            objection = _COMPILED
+        if objection is None and torch_function_depth():
             objection = "it runs under a torch-function mode, which backward's threads do not have"
         if objection is not None:
             self.refuse(unit, objection)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from ds_fgoffload.compat.private import graph_task_id, tree_leaves
 from ds_fgoffload.device.streams import Streams
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.recompute.call import Made, RecomputedCall, cut_off, flatten, unflatten
@@ -115,11 +115,11 @@ class RecomputedUnit:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], conditions: Conditions) -> Made:
         saved: list[torch.Tensor] = []
         modules = self.modules
-        backward = torch._C._current_graph_task_id()
+        backward = graph_task_id()
 
         def collect(tensor: torch.Tensor) -> KeptTensor:
             # not what a backward inside the forward saves for itself
-            if not is_parameter(tensor) and torch._C._current_graph_task_id() == backward:
+            if not is_parameter(tensor) and graph_task_id() == backward:
                 saved.append(tensor.detach())
             return KeptTensor(tensor)
 

@@ -31,6 +31,14 @@ from ds_fgoffload.compat.compiled import (
     leave_hooks_uncompiled,
     modules_above,
 )
+from ds_fgoffload.compat.private import (
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    compiled_call,
+    graph_task_id,
+    saved_tensors_hooks_are_allowed,
+    top_saved_tensors_hooks,
+)
 from ds_fgoffload.recompute.call import RecomputedTensor
 from ds_fgoffload.recompute.cost import RecomputeCost
 from ds_fgoffload.recompute.recomputer import OpenedCall, Recomputer
@@ -153,7 +161,7 @@ def keep(tensor: torch.Tensor) -> KeptTensor:
 
 def in_backward() -> bool:
     """Whether a backward runs in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(graph_task_id() != -1)
 
 
 def may_save() -> bool:
@@ -164,7 +172,7 @@ def may_save() -> bool:
 def hooks_allowed() -> bool:
     """Whether autograd takes saved-tensor hooks now."""
     # torch.func transforms forbid saved-tensor hooks while they run
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+    return bool(saved_tensors_hooks_are_allowed())
 
 
 class ModuleHooks:
@@ -279,7 +287,7 @@ class ModuleHooks:
         # such as KeyboardInterrupt.
         self._open_calls.close_all()
         self._root_has_returned = False
-        if any(module._compiled_call_impl is not None for module in self._compilable):
+        if any(compiled_call(module) is not None for module in self._compilable):
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
         if may_save():
@@ -331,8 +339,8 @@ class ModuleHooks:
         """Until the root's forward ends, what is saved outside the units may be the output of one under recompute."""
         for name, (before, after) in self._recompute_handles.items():  # others may have hooked the module since
             module: Any = recomputer.units[name].module
-            module._forward_pre_hooks.move_to_end(before.id)
-            module._forward_hooks.move_to_end(after.id, last=False)
+            getattr(module, FORWARD_PRE_HOOKS).move_to_end(before.id)
+            getattr(module, FORWARD_HOOKS).move_to_end(after.id, last=False)
         recomputer.forward_began()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
@@ -426,7 +434,7 @@ _OF_CHECKPOINTS = frozenset({"torch.utils.checkpoint", "deepspeed.runtime.activa
 
 def _hooks_around() -> tuple[Any, Any] | None:
     """Autograd's two hooks that are entered now, the innermost."""
-    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003
+    top: tuple[Any, Any] | None = top_saved_tensors_hooks(True)  # noqa: FBT003
     return top
 
 

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from deepspeed.utils import logger
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from ds_fgoffload.compat.private import tree_leaves
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.host_memory.pool import HostPool, PoolUser
 from ds_fgoffload.planning.planner import PlanGoal

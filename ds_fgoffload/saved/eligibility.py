@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ds_fgoffload.compat.private import base_of, is_zerotensor, storage_address
 from ds_fgoffload.saved.tensors import storage_identity
 
 EXCLUDED = "excluded"
@@ -128,20 +129,20 @@ class Eligibility:
             return EMPTY
         if size_bytes < self._min_tensor_bytes:
             return TOO_SMALL
-        held = self._owners.get(storage._cdata)
+        held = self._owners.get(storage_address(storage))
         owner = None if held is None else held()
         # The owner may have moved since refresh() and its former address serve another tensor now.
-        if owner is not None and storage_identity(owner) == storage._cdata:
+        if owner is not None and storage_identity(owner) == storage_address(storage):
             return PARAMETER if isinstance(owner, nn.Parameter) else BUFFER
         node = tensor.grad_fn
         if node is None:
-            return PARAMETER if self._is_unlinked_parameter(tensor, storage._cdata, unit) else None
+            return PARAMETER if self._is_unlinked_parameter(tensor, storage_address(storage), unit) else None
         if type(node).__name__ in _LINKS and _leads_to_parameter(node):
             return PARAMETER
-        return PARAMETER if isinstance(tensor._base, nn.Parameter) else None
+        return PARAMETER if isinstance(base_of(tensor), nn.Parameter) else None
 
     def _is_unlinked_parameter(self, tensor: torch.Tensor, address: int, unit: nn.Module) -> bool:
-        if isinstance(tensor._base, nn.Parameter) or hasattr(tensor, "ds_id"):
+        if isinstance(base_of(tensor), nn.Parameter) or hasattr(tensor, "ds_id"):
             return True
         subtree = self._subtrees.get(unit)
         if subtree is None:
@@ -166,7 +167,7 @@ def _is_same_device(one: torch.device, other: torch.device) -> bool:
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
     """Its storage is not what it holds: conjugated or negated when read, or zeros without memory (forward-mode AD)."""
-    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+    return tensor.is_conj() or tensor.is_neg() or is_zerotensor(tensor)
 
 
 def _leads_to_parameter(node: Any) -> bool:

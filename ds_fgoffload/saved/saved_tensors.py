@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_fgoffload.compat.private import base_of, increment_version, preserve_version, version_counter
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.saved.tensors import Layout, WeakStorage, is_parameter
 from ds_fgoffload.saved.transfer import Parcel
@@ -28,7 +29,7 @@ class SavedStorage:
         self.original = WeakStorage(tensor)
         # A detached alias shares the version counter, and goes on telling of changes in place when its memory is gone.
         self.alias = tensor.detach()
-        self._version = tensor._version
+        self._version = version_counter(tensor)
         self._owner = weakref.ref(_owner_of_version_counter(tensor))
         self.compute = compute
         self.parcel: Parcel | None = None
@@ -38,7 +39,7 @@ class SavedStorage:
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor``, a tensor over the same storage, has the values that were saved."""
-        if not self.alias._version == self._version == tensor._version:
+        if not version_counter(self.alias) == self._version == version_counter(tensor):
             return False
         # Two tensors over one storage may count their changes apart, as the outputs of unsafe_chunk in a GRU do. A view
         # counts with its base; with a detached tensor (ZeRO-3 detaches what every module is given) only a try tells.
@@ -58,7 +59,11 @@ class SavedStorage:
         memory = self.alias if self.parcel is None else self.parcel.memory()
         if memory is not self.alias:
             self._restore_from(memory)
-        changes = self.alias._version - self._version + (0 if self._restored is None else self._restored._version)
+        changes = (
+            version_counter(self.alias)
+            - self._version
+            + (0 if self._restored is None else version_counter(self._restored))
+        )
         if changes:
             raise RuntimeError(changed_in_place(layout, self._version, self._version + changes))
         if memory is self.alias:
@@ -68,7 +73,7 @@ class SavedStorage:
 
     def _restore_from(self, memory: torch.Tensor) -> None:
         """Finds the bytes of this storage in the parcel's memory, with a version counter of their own (``.data``)."""
-        changed = self._restored is not None and self._restored._version != 0
+        changed = self._restored is not None and version_counter(self._restored) != 0
         if self._restored_from is not memory and not changed:
             self._restored_from = memory
             self._restored = memory[self._offset : self._offset + self.size_bytes].data
@@ -96,13 +101,13 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor if is_parameter(tensor) else tensor.detach()
-        self._version = tensor._version
+        self._version = version_counter(tensor)
         self._elements = tensor.numel()
 
     @property
     def is_changed(self) -> bool:
         """True if it was changed in place since it was saved."""
-        return self._tensor._version != self._version
+        return version_counter(self._tensor) != self._version
 
     def tensor(self) -> torch.Tensor:
         """The tensor.
@@ -112,8 +117,8 @@ class KeptTensor:
             OffloadStateError: it is a parameter that was partitioned since (ZeRO-3) and not gathered again.
         """
         tensor = self._tensor
-        if tensor._version != self._version:
-            raise RuntimeError(changed_in_place(Layout.of(tensor), self._version, tensor._version))
+        if version_counter(tensor) != self._version:
+            raise RuntimeError(changed_in_place(Layout.of(tensor), self._version, version_counter(tensor)))
         if tensor.numel() != self._elements:
             msg = (
                 f"a parameter of {self._elements} elements saved for backward has {tensor.numel()} now: it was "
@@ -125,15 +130,15 @@ class KeptTensor:
 
 
 def _owner_of_version_counter(tensor: torch.Tensor) -> torch.Tensor:
-    base = tensor._base
+    base = base_of(tensor)
     return tensor if base is None else base
 
 
 def _count_together(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
     """True if both tell of the same changes: ``alias``, which is ours, is counted up for a moment."""
-    with torch.autograd._unsafe_preserve_version_counter(alias):  # type: ignore[attr-defined]
-        torch._C._increment_version((alias,))
-        return bool(tensor._version == alias._version)
+    with preserve_version(alias):
+        increment_version((alias,))
+        return bool(version_counter(tensor) == version_counter(alias))
 
 
 def changed_in_place(layout: Layout, expected: int, found: int) -> str:

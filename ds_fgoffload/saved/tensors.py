@@ -13,6 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ds_fgoffload.compat.private import (
+    free_weak,
+    is_functorch_wrapped,
+    is_zerotensor,
+    storage_address,
+    storage_of_weak,
+    version_counter,
+    weak_is_gone,
+    weak_storage,
+)
+
 
 class WeakStorage:
     """Of the storage under ``tensor``; torch's own makes two objects, and there is one for every saved storage."""
@@ -20,19 +31,19 @@ class WeakStorage:
     __slots__ = ("identity",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.identity: int = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]  # noqa: SLF001
+        self.identity: int = weak_storage(tensor.untyped_storage())
         """The same for tensors over one storage, and of no other as long as this reference lives."""
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage; None if it is gone."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.identity)
+        storage: torch.UntypedStorage | None = storage_of_weak(self.identity)
         return storage
 
     def is_gone(self) -> bool:
-        return bool(torch.UntypedStorage._expired(self.identity))  # noqa: SLF001
+        return bool(weak_is_gone(self.identity))
 
     # as a default, because at the interpreter's end the module torch may be empty
-    def __del__(self, _free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:  # noqa: SLF001
+    def __del__(self, _free: Callable[[int], None] = free_weak) -> None:
         _free(self.identity)
 
 
@@ -81,12 +92,12 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def version_of(tensor: torch.Tensor) -> int:
     """The version, which tensors made in inference mode do not have."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else version_counter(tensor)
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
     """The same for tensors over one storage, as long as it lives."""
-    identity: int = tensor.untyped_storage()._cdata
+    identity: int = storage_address(tensor.untyped_storage())
     return identity
 
 
@@ -101,8 +112,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) in {torch.Tensor, nn.Parameter}
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
-        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not (tensor.is_conj() or tensor.is_neg() or is_zerotensor(tensor))
+        and not is_functorch_wrapped(tensor)
     )
 
 

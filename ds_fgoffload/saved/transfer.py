@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_fgoffload.compat.private import foreach_copy, version_counter
 from ds_fgoffload.device.streams import Fence, Streams, make_streams
 from ds_fgoffload.host_memory.pool import Lease
 from ds_fgoffload.profiling.recorder import Recorder
@@ -57,7 +58,7 @@ class Transfer:
         packed = streams.allocate(compute, size_bytes)
         places = [packed[offset : offset + part.numel()] for offset, part in zip(offsets, parts, strict=True)]
         with streams.on(compute):
-            torch._foreach_copy_(places, parts)
+            foreach_copy(places, parts)
         # The parts are dropped next.
         for next_owner in self._computes:
             if next_owner != compute:
@@ -221,7 +222,7 @@ class Parcel:
         # A single storage travels from where it is, and may be found there again.
         self._alias: torch.Tensor | None = content[0] if len(content) == 1 else None
         self._original = original
-        self._version = content[0]._version
+        self._version = version_counter(content[0])
         self._memory: torch.Tensor | None = self._alias
         self._lease: Lease | None = None
         self._copied_out: Fence | None = None
@@ -277,7 +278,7 @@ class Parcel:
 
     def _find_original(self) -> bool:
         """Goes back to the single storage that was saved, if it is still on the device as it was."""
-        if self._alias is None or self._alias._version != self._version:
+        if self._alias is None or version_counter(self._alias) != self._version:
             return False
         original = self._original.alive()
         if original is None or original.nbytes() != self.size_bytes:
