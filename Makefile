@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
 PIP_FLAGS ?=
 TEST_FLAGS ?= -n 2 --dist loadfile
+MATRIX_FLAGS ?=
 DEMO_STEPS ?= 20
 
 ifeq ($(strip $(VENV)),)
@@ -28,11 +29,11 @@ PIP := $(PY) -m pip --quiet install $(PIP_FLAGS)
 CODE := $(wildcard ds_fgoffload examples tests benchmarks docs)
 TYPED := $(wildcard ds_fgoffload examples)
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test matrix matrix-short lint format clean
 
 help: ## list the targets and the variables
 	@echo "targets"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo
 	@echo "variables (make TARGET NAME=value)"
 	@echo "  PYTHON      $(PYTHON): the interpreter that makes the virtual environment"
@@ -41,6 +42,7 @@ help: ## list the targets and the variables
 	@echo "  DEEPSPEED   $(DEEPSPEED): the same for DeepSpeed"
 	@echo "  PIP_FLAGS   $(PIP_FLAGS): passed to every pip install, e.g. an index with CPU builds of torch"
 	@echo "  TEST_FLAGS  $(TEST_FLAGS): passed to pytest"
+	@echo "  MATRIX_FLAGS $(MATRIX_FLAGS): passed to tests/matrix.py, such as --only 2.15 or --keep"
 	@echo "  DEMO_STEPS  $(DEMO_STEPS): optimizer steps of each of the two runs of the demo"
 	@echo
 	@echo "in an environment of your own:  make test PYTHON=python VENV="
@@ -85,6 +87,12 @@ demo: setup ## train a small model with and without offloading, and compare ever
 
 test: lint ## lint, then the tests
 	$(PY) -m pytest $(TEST_FLAGS)
+
+matrix: setup ## the whole suite with the oldest, a middle and the newest pair of torch and DeepSpeed, in fresh environments
+	$(PY) -m tests.matrix --pip-flags='$(PIP_FLAGS)' $(MATRIX_FLAGS) -- $(TEST_FLAGS)
+
+matrix-short: setup ## few tests with the oldest DeepSpeed beside the torch that is installed
+	$(PY) -m tests.matrix --short --pip-flags='$(PIP_FLAGS)' -- $(TEST_FLAGS)
 
 lint: setup ## ruff, mypy, import-linter
 	$(PY) -m ruff check $(CODE)

@@ -43,9 +43,8 @@ def _getter(path: str) -> Any:
 
 def _name_in(holder: object, name: str) -> str:
     if not hasattr(holder, name):
-        _missing.append(
-            f"{getattr(holder, '__module__', '')}.{getattr(holder, '__qualname__', type(holder).__name__)}.{name}"
-        )
+        kind = holder if isinstance(holder, type) else type(holder)
+        _missing.append(f"{kind.__module__}.{kind.__qualname__}.{name}")
     return name
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_fgoffload.compat.private import BUFFERS, PARAMETERS
 from ds_fgoffload.recompute.read_state import OF_DEEPSPEED
 from ds_fgoffload.saved.tensors import is_plain, same_bits
 
@@ -45,7 +46,7 @@ def state_tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
     """The parameters and buffers, and tensors that are plain attributes."""
     for module in modules:
         # values(), because ZeRO-3's own dictionary gathers the parameters that are looked up by name
-        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)  # noqa: SLF001
+        holders: tuple[dict[str, Any], ...] = (getattr(module, PARAMETERS), getattr(module, BUFFERS), module.__dict__)
         for held in holders:
             for value in held.values():
                 # not isinstance alone: it is slow for what is no tensor, and this is done at every call
@@ -66,7 +67,7 @@ def objection_to(leaves: Sequence[object], what: str) -> str | None:
 
 def _named_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for module in modules:
-        for name, buffer in module._buffers.items():  # noqa: SLF001
+        for name, buffer in getattr(module, BUFFERS).items():
             if buffer is not None and is_plain(buffer):
                 yield name, buffer
 

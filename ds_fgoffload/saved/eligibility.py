@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ds_fgoffload.compat.private import base_of, is_zerotensor, storage_address
+from ds_fgoffload.compat.private import BUFFERS, MODULES, PARAMETERS, base_of, is_zerotensor, storage_address
 from ds_fgoffload.saved.tensors import storage_identity
 
 EXCLUDED = "excluded"
@@ -195,9 +195,9 @@ def _tensors(root: nn.Module) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
             continue
         seen.add(module)
         # values(), because ZeRO-3's own dictionary gathers the parameters that are looked up by name
-        parameters.update((id(p), p) for p in module._parameters.values() if p is not None)  # noqa: SLF001
-        buffers.update((id(b), b) for b in module._buffers.values() if b is not None)  # noqa: SLF001
-        modules.extend(child for child in module._modules.values() if child is not None)  # noqa: SLF001
+        parameters.update((id(p), p) for p in getattr(module, PARAMETERS).values() if p is not None)
+        buffers.update((id(b), b) for b in getattr(module, BUFFERS).values() if b is not None)
+        modules.extend(child for child in getattr(module, MODULES).values() if child is not None)
     return list(parameters.values()), list(buffers.values())
 
 

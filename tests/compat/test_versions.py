@@ -83,7 +83,9 @@ def test_a_version_that_is_none_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
 def test_attach_refuses_what_is_older(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "installed", lambda: Pair("2.10.0", NEWEST.deepspeed))
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(OffloadStateError, match="torch 2.10.0 installed, older than what ds_fgoffload is tested with"):
+    with pytest.raises(
+        OffloadStateError, match=r"torch 2\.10\.0 installed, older than what ds_fgoffload is tested with"
+    ):
         ds_fgoffload.attach(model, {"modules": ["0"]})
     assert ds_fgoffload.get(model) is None
 

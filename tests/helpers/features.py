@@ -7,9 +7,10 @@ from importlib.util import find_spec
 import deepspeed
 import pytest
 from deepspeed.accelerator import get_accelerator
+from packaging.version import Version
 
 HAS_DUALPIPEV = find_spec("deepspeed.runtime.pipe.dualpipev") is not None
-HAS_OWN_CHECKPOINTS = get_accelerator().Stream is not None
+HAS_OWN_CHECKPOINTS = Version(deepspeed.__version__) >= Version("0.19.8") or get_accelerator().Stream is not None
 """deepspeed.checkpointing makes a stream, and before 0.19.8 there was nothing to make on a CPU."""
 NO_DUALPIPEV = f"DeepSpeed {deepspeed.__version__} has no DualPipeV"
 NO_OWN_CHECKPOINTS = f"deepspeed.checkpointing of DeepSpeed {deepspeed.__version__} does not run on a CPU"
