@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from rich.console import Console
 from rich.table import Table
@@ -87,7 +87,7 @@ def test(folder: Path, pair: Pair, arguments: Sequence[str], env: dict[str, str]
     seconds = time.monotonic() - began
     if not counts.exists():
         return Result(pair, seconds=seconds, trouble="pytest ended without a result")
-    (suite,) = ElementTree.parse(counts).getroot().iter("testsuite")
+    (suite,) = ET.parse(counts).getroot().iter("testsuite")
     tests, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     return Result(pair, tests - skipped - failed, failed, skipped, seconds)

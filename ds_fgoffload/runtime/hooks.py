@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ds_fgoffload.compat.compiled import (
@@ -38,6 +37,7 @@ from ds_fgoffload.compat.private import (
     graph_task_id,
     saved_tensors_hooks_are_allowed,
     top_saved_tensors_hooks,
+    tree_leaves,
 )
 from ds_fgoffload.recompute.call import RecomputedTensor
 from ds_fgoffload.recompute.cost import RecomputeCost
