@@ -113,6 +113,8 @@ default_store: Callable[[], Any] = _needed("torch.distributed.distributed_c10d._
 # DeepSpeed
 MODEL_STEP = _name_in(DeepSpeedEngine, "_take_model_step")
 INSTRUCTIONS = _name_in(PipelineEngine, "_INSTRUCTION_MAP")
+EXTERNAL_PARAMETERS = "_external_params"
+"""Set by ZeRO-3 on a module that returns a parameter or uses one of another."""
 iter_params: Callable[..., Any] = _needed("deepspeed.runtime.zero.parameter_offload.iter_params")
 z3_leaf_module: Callable[..., bool] = _needed("deepspeed.runtime.zero.parameter_offload.z3_leaf_module")
 forward_modules: list[Any] = _needed("deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK")

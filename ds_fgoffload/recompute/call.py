@@ -123,6 +123,8 @@ class RecomputedTensor:
             self.output.check(self.layout)
         if self.held is None:
             self.call.run_again()
+        elif self.call.is_open:
+            self.call.ran_backward = True
         assert self.held is not None
         compute = self.call.ready()
         if compute is not None and compute not in self._foreign:
@@ -170,7 +172,8 @@ class RecomputedCall:
     """
 
     __slots__ = ("__weakref__", "_layouts", "_leaves", "_objection", "_outputs_count", "_promises", "_runner", "_saves",
-                 "_settled_saves", "_state", "_stream", "_structure", "conditions", "depth", "outputs")  # fmt: skip
+                 "_settled_saves", "_state", "_stream", "_structure", "conditions", "depth", "outputs",
+                 "ran_backward")  # fmt: skip
 
     def __init__(
         self, runner: Runner, leaves: Sequence[Any], structure: TreeSpec | None, conditions: Conditions, depth: int
@@ -189,11 +192,18 @@ class RecomputedCall:
         self._promises: tuple[weakref.ref[RecomputedTensor], ...] = ()
         self.outputs: Sequence[Output] = ()
         self._outputs_count = 0
+        self.ran_backward = False
+        """Whether what the forward has saved was used before it ended."""
 
     @property
     def state(self) -> State:
         """What the forward was to read, before it ran."""
         return self._state
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the forward runs: nobody has called :meth:`settle` or :meth:`keep`."""
+        return self._saves is not None
 
     @property
     def is_cheap(self) -> bool:

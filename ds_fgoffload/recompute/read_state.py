@@ -30,6 +30,7 @@ from torch import nn
 from ds_fgoffload.compat.compiled import ModuleHook
 from ds_fgoffload.compat.private import (
     BUFFERS,
+    EXTERNAL_PARAMETERS,
     FORWARD_HOOKS,
     FORWARD_PRE_HOOKS,
     FULL_BACKWARD_HOOK,
@@ -41,7 +42,7 @@ from ds_fgoffload.saved.tensors import version_of
 State = tuple[object, ...]
 """Equal to another if nothing that the forward reads was seen to differ."""
 
-OF_DEEPSPEED = ("ds_", "_ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn")
+OF_DEEPSPEED = ("ds_", "_ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", EXTERNAL_PARAMETERS)
 """Attributes that ZeRO-3 sets on modules as they run, for itself."""
 
 _OF_TORCH = frozenset(nn.Module().__dict__) | {FULL_BACKWARD_HOOK, "_is_hf_initialized"}

@@ -18,7 +18,7 @@ from ds_fgoffload.compat.private import torch_function_depth, tree_leaves
 from ds_fgoffload.recompute.call import Argument, Output, RecomputedCall, RecomputedTensor, flatten
 from ds_fgoffload.recompute.conditions import Conditions
 from ds_fgoffload.recompute.read_state import CHANGED, REPLACED
-from ds_fgoffload.recompute.side_effects import SideEffects, objection_to, state_tensors
+from ds_fgoffload.recompute.side_effects import GivenGradients, SideEffects, objection_to, state_tensors
 from ds_fgoffload.recompute.unit import RecomputeContext, RecomputedUnit
 from ds_fgoffload.saved.tensors import is_plain, storage_identity, version_of
 from ds_fgoffload.schedule.plan import Plan
@@ -34,7 +34,7 @@ LONGEST_ROW = 2
 class OpenedCall:
     """A call whose forward is running."""
 
-    __slots__ = ("call", "leaves", "traces", "unit", "versions")
+    __slots__ = ("call", "gradients", "leaves", "traces", "unit", "versions")
 
     def __init__(self, unit: RecomputedUnit, call: RecomputedCall, leaves: Sequence[Any]) -> None:
         self.unit = unit
@@ -42,6 +42,7 @@ class OpenedCall:
         self.leaves = leaves
         self.versions = _versions(leaves)
         self.traces = None if unit.is_tried(call) else SideEffects(unit.modules)
+        self.gradients = GivenGradients(unit.modules) if self.traces is not None or unit.runs_backward else None
 
     def objection(self, output: Sequence[Any]) -> str | None:
         """Why the call, which has returned ``output``, cannot be made again; None: nothing is seen that speaks against.
@@ -49,7 +50,11 @@ class OpenedCall:
         Args:
             output: flat.
         """
-        objection = objection_to(output, "it returns")
+        objection = None if self.gradients is None else self.gradients.found()
+        if objection is None and self.call.ran_backward and self.gradients is None:
+            objection = "its forward runs a backward, which it did not when it was tried"
+        if objection is None:
+            objection = objection_to(output, "it returns")
         if objection is None and _versions(self.leaves) != self.versions:
             objection = "its forward changes an argument in place"
         if objection is None and self.traces is not None:
@@ -66,6 +71,8 @@ class OpenedCall:
 
     def abandon(self) -> None:
         """The forward has not returned: what was saved stays, until the graph goes."""
+        if self.gradients is not None:
+            self.gradients.end()
         self.call.keep()
 
 

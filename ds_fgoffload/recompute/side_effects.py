@@ -20,6 +20,32 @@ _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, Enum, torch.dtype
 _NO_TENSORS = frozenset({NoneType, bool, int, float, str, tuple, list, dict, set, OrderedDict})
 
 
+class GivenGradients:
+    """The parameters of ``modules`` to which a backward gives gradients, from now on to :meth:`found`.
+
+    One that runs inside a forward (DeepSpeed's TiledMLP, tiled losses) would give them twice if that ran again.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._given: list[torch.Tensor] = []
+        parameters = {id(one): one for module in modules for one in getattr(module, PARAMETERS).values()}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._given.append)
+            for parameter in parameters.values()
+            if parameter is not None and parameter.requires_grad and parameter.is_leaf
+        ]
+
+    def found(self) -> str | None:
+        """What speaks against running the forward again, or None."""
+        self.end()
+        return "its forward runs a backward, which gives gradients to its parameters" if self._given else None
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
 class SideEffects:
     """What ``modules`` hold before a forward, to see what the forward changes. Buffers are copied."""
 

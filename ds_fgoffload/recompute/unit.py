@@ -67,6 +67,8 @@ class RecomputedUnit:
         self.outside: frozenset[int] = frozenset()
         """Saves that are tensors from elsewhere, found when the unit was tried."""
         self._surroundings = context
+        self.runs_backward = False
+        """Whether the forward runs a backward of its own, found when the unit was tried."""
         self._tried: set[tuple[bool, ...]] = set()
         self._read_state = ReadState()
 
@@ -181,6 +183,7 @@ class RecomputedUnit:
         self.outside = frozenset(
             n for n, (one, two) in enumerate(identities) if one == two and one not in from_arguments
         )
+        self.runs_backward |= call.ran_backward
         self._tried.add(call.conditions.training)
         return ""
 

@@ -5,6 +5,7 @@ import logging
 import weakref
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -674,6 +675,93 @@ def test_a_backward_inside_the_forward_of_a_unit():
     attachment = compare(Around(Function(penalised)), recompute=["unit"])
     assert refused(attachment) == {}
     assert recomputations(attachment) == {"unit": 3}
+
+
+class Penalised(nn.Module):
+    """Runs a backward in its forward: of a penalty to its argument, and ``to_weights``, to its weights as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, to_weights=True):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            penalty = self.linear(inner.tanh()).square().sum()
+        if to_weights:
+            penalty.backward()
+        else:
+            torch.autograd.grad(penalty, inner)
+        return self.linear(x.sin())
+
+
+GIVES_GRADIENTS = "its forward runs a backward, which gives gradients to its parameters"
+
+
+def test_a_unit_whose_forward_gives_gradients_to_its_parameters_runs_once(warnings):
+    attachment = compare(Around(Penalised()), recompute=["unit"])
+    assert refused(attachment) == {"unit": GIVES_GRADIENTS}
+    assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_unit_whose_forward_does_so_in_some_calls_only(before):
+    """Neither its first call nor, where that runs no backward at all, its flags tell."""
+
+    class Sometimes(Penalised):
+        def forward(self, x, call=0):
+            if before or call:
+                return super().forward(x, to_weights=call == 2)
+            return self.linear(x.sin())
+
+    def run(model):
+        for call in (0, *([1] if before else []), 2, 0):
+            model.use = partial(_with_number, call)
+            model(data(call)).square().sum().backward()
+        return []
+
+    attachment = compare(Around(Sometimes()), run, ["unit"])
+    reason = GIVES_GRADIENTS if before else "its forward runs a backward, which it did not when it was tried"
+    assert refused(attachment) == {"unit": reason}
+
+
+def _with_number(call, unit, after, x):
+    return after(unit(x, call))
+
+
+def test_tiled_modules_of_deepspeed():
+    """One computes its loss and its gradients tile by tile in its forward; the other, from its input, in backward."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+
+    class TiledLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = x[None]
+            args = x.detach().argmax(-1), None, 3, [self.head.weight], "sum"
+            return TiledFusedLogitsLoss.apply(_tile_of_loss, self, x, *args)
+
+    class Tiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return TiledMLP.apply(_tile, self, x, 3, [*self.parameters()])
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Tiled(), TiledLoss())
+    attachment = compare(model, partial(train, loss_of=lambda model, step: model(data(step))), ["1", "2"])
+    assert refused(attachment) == {"2": GIVES_GRADIENTS}
+
+
+def _tile(module, x):
+    return module.down(module.up(x).sin())
+
+
+def _tile_of_loss(module, x, y):
+    return nn.functional.cross_entropy(module.head(x), y)
 
 
 def test_several_micro_batches_at_once_backward_in_any_order():
