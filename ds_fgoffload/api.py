@@ -15,12 +15,13 @@ from torch import nn
 
 from ds_fgoffload.compat.versions import Pair, installed, too_new, too_old
 from ds_fgoffload.config import SECTION, FineGrainedOffloadConfig, find_section, parse_config
-from ds_fgoffload.device.streams import accelerator_device
+from ds_fgoffload.device.streams import accelerator_device, accelerator_is_cpu, product_name, total_device_bytes
 from ds_fgoffload.engines.adapter import Adapter, adapt
 from ds_fgoffload.engines.checkpoints import UnseenCheckpoints
 from ds_fgoffload.engines.fsdp import refuse_sharded
 from ds_fgoffload.errors import OffloadConfigError, OffloadStateError
 from ds_fgoffload.host_memory.pool import HostPoolSettings, host_pool
+from ds_fgoffload.planning.plan_file import Header, MachineOnFile, ModelOnFile, PlanStore, UnitOnFile, of_rank
 from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.reporting.report import RankCounts, render
 from ds_fgoffload.reporting.step_file import StepFile
@@ -70,6 +71,7 @@ class Attachment:
             pool_user,
             raise_when_full=config.host_pool.on_full == "error",
             goal=_plan_goal(config),
+            plan_store=_plan_store(config, adapter, chosen, device),
         )
         say = warn if adapter.ranks_hold_same_modules else warn_here
         self._recomputer = recomputer_of(
@@ -301,6 +303,38 @@ def _plan_goal(config: FineGrainedOffloadConfig) -> PlanGoal | None:
         max_overhead=config.max_overhead,
         target_saved_bytes=config.target_saved_bytes,
     )
+
+
+def _plan_store(
+    config: FineGrainedOffloadConfig, adapter: Adapter, chosen: selection.Selection, device: torch.device
+) -> PlanStore | None:
+    if config.plan_file is None or not config.enabled or accelerator_is_cpu():
+        return None
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    units = {
+        name: UnitOnFile(
+            module_class=type(module).__name__,
+            parameter_elements=sum(getattr(one, "ds_numel", one.numel()) for one in module.parameters()),
+            recompute=name in chosen.recomputed,
+        )
+        for name, module in {**chosen.units, **chosen.recomputed}.items()
+    }
+    header = Header(
+        versions=installed()._asdict(),
+        rank=rank(),
+        model=ModelOnFile(
+            model_class=type(adapter.root).__name__,
+            engine=adapter.kind,
+            ranks=ranks,
+            min_tensor_bytes=config.min_tensor_bytes,
+            excluded=sorted(chosen.excluded),
+            units=units,
+        ),
+        machine=MachineOnFile(device=product_name(device), memory_bytes=total_device_bytes()),
+        max_overhead=config.max_overhead,
+        target_saved_bytes=config.target_saved_bytes,
+    )
+    return PlanStore(of_rank(config.plan_file, rank(), ranks), header)
 
 
 def _call_if_there(attachment: Attachment | None, call: Callable[[Attachment], None]) -> None:

@@ -141,6 +141,12 @@ class FineGrainedOffloadConfig(_Section):
     """A saved tensor stays on the device if its storage is smaller than this many bytes. Default: 1 MiB. 0: every size
     is offloaded."""
 
+    plan_file: StrictStr | None = None
+    """Path of a JSON file that keeps what plans are made from: the next run, or a restart from a checkpoint, follows a
+    plan from its first step. Written as training goes on; made, with its folder, if it is not there. ``{rank}`` in it
+    is the rank's number, which the name gets otherwise where there are several. A file of another model, engine or
+    machine is refused with the differences. Of ``policy`` ``"auto"`` on an accelerator. Unset: each run learns anew."""
+
     release_window_bytes: ByteSize | None = None
     """Bytes of storages under copy to the host that may still lie on the device in forward; beyond it the compute
     stream waits for the oldest copy and its memory is given back. Unset: memory is given back when its copy is known to

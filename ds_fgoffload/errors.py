@@ -9,5 +9,9 @@ class OffloadStateError(RuntimeError):
     """An operation does not fit the state of an engine, an attachment or a saved tensor."""
 
 
+class PlanFileError(ValueError):
+    """A plan file cannot be read, or is not one."""
+
+
 class HostPoolError(MemoryError):
     """The host pool cannot lend the memory that was asked for."""

@@ -256,9 +256,19 @@ def accelerator_device() -> torch.device:
     return torch.device("cpu") if name == "cpu" else torch.device(name, accelerator.current_device())
 
 
+def product_name(device: torch.device) -> str:
+    """What the maker calls it, such as ``NVIDIA H200``; of a device that does not say, its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def free_device_bytes() -> int:
     """Memory that is free on it, to this process and others."""
     return int(get_accelerator().available_memory(accelerator_device().index))
+
+
+def total_device_bytes() -> int:
+    """Memory of the device that this process computes on."""
+    return int(get_accelerator().total_memory(accelerator_device().index))
 
 
 def accelerator_is_cpu() -> bool:

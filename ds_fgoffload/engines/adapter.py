@@ -25,6 +25,9 @@ class Adapter(Protocol):
     """Its forward is the forward of one micro-batch; unit names are names in its ``named_modules()``."""
     ranks_hold_same_modules: bool
 
+    kind: str
+    """What trains the module, in words."""
+
     def section(self) -> Mapping[str, Any] | None:
         """The ``fine_grained_offload`` section that came with it."""
 

@@ -13,6 +13,7 @@ class PlainAdapter:
     """Every call of the module with gradients enabled is a micro-batch. Knows of no other rank."""
 
     ranks_hold_same_modules = True
+    kind = "no engine"
 
     def __init__(self, module: nn.Module) -> None:
         self.root = module

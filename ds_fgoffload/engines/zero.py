@@ -38,6 +38,7 @@ class ZeroAdapter:
             raise OffloadConfigError(msg)
         self._engine = engine
         self.root: nn.Module = engine.module
+        self.kind = f"{type(engine).__name__}, ZeRO {engine.zero_optimization_stage()}"
 
     def section(self) -> Mapping[str, Any] | None:
         return find_section(self._engine.config)

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from deepspeed.utils import logger
 
+from ds_fgoffload.planning.plan_file import Known, PlanStore, is_slower
 from ds_fgoffload.planning.planner import Forecast, PlanGoal, plan_round
 from ds_fgoffload.planning.replay import in_time, peak_bytes, waits_ms
 from ds_fgoffload.planning.step_model import StepModel
@@ -74,6 +75,8 @@ marks take time."""
 WORTH_IT = 0.03
 """A plan that has proved right gives way to one that lowers the peak by so much more of what is saved."""
 NEVER = sys.maxsize
+FIRST_STORED_ROUND = 16
+"""What is known of the rounds is stored after so many, each time that there are twice as many, and at the end."""
 UNREAD_ROUNDS = 2
 """Rounds that are over and that nobody has looked at, because none of them came to a backward."""
 ROOM = 0.92
@@ -161,9 +164,10 @@ class Tuner:
     Args:
         goal: what the user allows and asks for; None: nothing is planned, because the user has set windows.
         recorder: tells of the rounds.
+        store: where what is known of the rounds is kept for later runs.
     """
 
-    def __init__(self, goal: PlanGoal | None, recorder: Recorder) -> None:
+    def __init__(self, goal: PlanGoal | None, recorder: Recorder, store: PlanStore | None = None) -> None:
         self._goal = goal
         self._recorder = recorder
         self._recorder.measure(measure=goal is not None and not goal.everything)
@@ -178,6 +182,12 @@ class Tuner:
         self._pauses = 0
         self._emptied_for: Points | None = None
         self._cache_is_to_be_emptied = False
+        self._store = store
+        self._store_at_round = FIRST_STORED_ROUND
+        self._learned: list[Recorded] = []
+        """Rounds out of the store from which the present plans were made, until the link has been looked at."""
+        if goal is not None and store is not None:
+            self._adopt(goal, store.known())
 
     @property
     def forecast(self) -> Forecast | None:
@@ -215,6 +225,9 @@ class Tuner:
     def end(self) -> None:
         """No more rounds will be recorded."""
         self._recorder.end()
+        self._keep_what_is_known()
+        if self._store is not None:
+            self._store.finish()
 
     def look(self) -> None:
         """Reads what the device has passed since, and plans; best while the device has enough to do.
@@ -226,6 +239,42 @@ class Tuner:
         waiting = [one for one in self._classes if one.wants_plan and self._rounds >= one.not_before]
         if waiting and self._goal is not None and sum(len(one.known) for one in self._classes) >= LAST_ROUNDS:
             self._plan(self._goal, max(waiting, key=lambda one: one.size))
+        elif self._begun >= self._store_at_round and self._classes:
+            self._store_at_round = 2 * self._begun
+            self._keep_what_is_known()
+
+    def _adopt(self, goal: PlanGoal, known: Known) -> None:
+        """Plans from what an earlier run has learned, before the first round."""
+        for size, caution, rounds in known:
+            of_its_size = SizeClass(size)
+            of_its_size.caution = caution
+            self._classes.append(of_its_size)
+            for recorded in rounds:
+                of_its_size.add(recorded)
+                self._note(recorded.profile)
+                self._learned.append(recorded)
+        for of_its_size in sorted(self._classes, key=lambda one: -one.size):
+            self._plan(goal, of_its_size)
+
+    def _keep_what_is_known(self) -> None:
+        if self._store is not None and self.forecast is not None:
+            self._store.write([(one.size, one.caution, list(one.known)) for one in self._classes if one.known])
+
+    def _note(self, profile: RoundProfile) -> None:
+        """What is held, and what comes and goes."""
+        self._held |= profile.held
+        came = {passed.moment for passed in profile.passed}
+        if self._came:
+            self._optional |= self._came ^ came
+        self._came |= came
+
+    def _link_is_another(self, of_its_size: SizeClass) -> bool:
+        """Whether the link is much slower than when the stored rounds were measured: then they tell nothing here."""
+        found = is_slower(self._learned, of_its_size.last)
+        self._learned = []
+        if found is not None and self._store is not None:
+            self._store.refuse_link(*found)
+        return found is not None
 
     def _points_for(self, size: int) -> Points | None:
         if self._goal is None:
@@ -263,14 +312,13 @@ class Tuner:
             return
         of_its_size = self._class_of(profile)
         of_its_size.add(recorded)
-        self._held |= profile.held
-        came = {passed.moment for passed in profile.passed}
-        if self._came:
-            self._optional |= self._came ^ came
-        self._came |= came
+        self._note(profile)
         changed = of_its_size.are_of_another_structure([recorded])
         last = of_its_size.last
-        if changed and len(last) == LAST_ROUNDS and of_its_size.are_of_another_structure(last):
+        if len(last) == LAST_ROUNDS and (
+            (self._learned and self._link_is_another(of_its_size))
+            or (changed and of_its_size.are_of_another_structure(last))
+        ):
             of_its_size = self._begin_anew(of_its_size)
         forecast = of_its_size.forecast
         if forecast is None:

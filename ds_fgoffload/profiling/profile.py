@@ -37,7 +37,7 @@ class RoundProfile:
     guessed: bool = False
     """Whether it is not certain how long reads of the device were kept waiting by copies."""
     sizes: tuple[int, ...] = ()
-    """Elements in the tensors that the root was called with, by micro-batch of the round."""
+    """Of what the root was called with, in tokens or elements, by micro-batch of the round."""
 
     @property
     def length_ms(self) -> float:

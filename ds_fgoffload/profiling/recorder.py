@@ -254,7 +254,7 @@ class Recorder:
                 taken_out_ms += read.waited_ms
                 reads_waited_ms += read.waited_ms
                 guessed = guessed or read.guessed
-            memory_bytes = mark.memory_bytes + mark.away_bytes
+            memory_bytes = mark.memory_bytes + mark.away_bytes if mark.memory_bytes else 0
             own_ms = at_ms[position] - taken_out_ms
             read_at_ms = None if read is None else own_ms - read.after_ms
             passed.append(ProfiledMoment(mark.moment, own_ms, mark.size_bytes, memory_bytes, read_at_ms))

@@ -291,7 +291,7 @@ class ModuleHooks:
             self._unhook_compiled()
         self._tell_what_is_only_recomputed()
         if may_save():
-            if self._offloader.begin_micro_batch(_elements((arguments, named))):
+            if self._offloader.begin_micro_batch(_size((arguments, named))):
                 collect_young()
             if self._recomputer is not None and self._recomputer.is_needed and self._takes_what_is_saved():
                 self._enter_root(self._recomputer)
@@ -443,9 +443,14 @@ def _are_the_users(top: tuple[Any, Any] | None) -> bool:
     return top is not None and type(top[0]) is not Uncompiled and top[0].__module__ not in _OF_CHECKPOINTS
 
 
-def _elements(called_with: object) -> int:
-    """Of all tensors in it."""
-    return sum(leaf.numel() for leaf in tree_leaves(called_with) if isinstance(leaf, torch.Tensor))
+def _size(called_with: object) -> int:
+    """Tokens, if it has a tensor of them: elements of the largest tensor of integers. Else elements of all tensors."""
+    tensors = [leaf for leaf in tree_leaves(called_with) if isinstance(leaf, torch.Tensor)]
+    tokens = max((one.numel() for one in tensors if one.dtype in _OF_TOKENS), default=0)
+    return tokens or sum(one.numel() for one in tensors)
+
+
+_OF_TOKENS = frozenset({torch.int64, torch.int32})
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

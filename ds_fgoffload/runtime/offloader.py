@@ -20,6 +20,7 @@ from torch import nn
 from ds_fgoffload.compat.private import tree_leaves
 from ds_fgoffload.errors import HostPoolError
 from ds_fgoffload.host_memory.pool import HostPool, PoolUser
+from ds_fgoffload.planning.plan_file import PlanStore
 from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.planning.tuner import Tuner
 from ds_fgoffload.saved.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility
@@ -83,6 +84,7 @@ class Offloader:
         eligibility, plan: decide per tensor, and per site.
         goal: what plans made from recorded rounds are to reach; None: none is made, the windows hold.
         transfer, pool: where the bytes go.
+        plan_store: where what plans are made from is kept for later runs.
         raise_when_full: raise when the host pool is full, instead of keeping the tensor on the device.
     """
 
@@ -97,6 +99,7 @@ class Offloader:
         *,
         raise_when_full: bool,
         goal: PlanGoal | None = None,
+        plan_store: PlanStore | None = None,
     ) -> None:
         self._eligibility = eligibility
         self._plan = plan
@@ -105,7 +108,7 @@ class Offloader:
         self._raise_when_full = raise_when_full
         recorder = transfer.recorder
         self._schedule = Schedule(plan, synchronous=transfer.synchronous, witness=recorder)
-        self._tuner = None if recorder is None else Tuner(goal, recorder)
+        self._tuner = None if recorder is None else Tuner(goal, recorder, plan_store)
         self.rounds = RoundStats() if recorder is None else recorder.rounds
         self.plans = goal is not None and recorder is not None
         self._lock = threading.RLock()
@@ -124,7 +127,7 @@ class Offloader:
     def begin_micro_batch(self, size: int = 0) -> bool:
         """A forward begins: calls are counted anew, and parameters may have moved. True: a new round does, too.
 
-        ``size``: elements of the tensors that the root is called with.
+        ``size``: of what the root is called with, in tokens or elements.
         """
         with self._lock:
             self._bury()

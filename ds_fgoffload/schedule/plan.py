@@ -116,7 +116,7 @@ class Witness(Protocol):
         """A new round, which goes by ``points``; the moments of the last are complete."""
 
     def micro_batch_began(self, size: int) -> None:
-        """A micro-batch of the round; ``size``: elements of the tensors that the root is called with."""
+        """A micro-batch of the round; ``size``: of what the root is called with, in tokens or elements."""
 
     def passed(self, moment: Moment, size_bytes: int, away_bytes: int) -> None:
         """A moment of the round. ``size_bytes``: of what is saved there; ``away_bytes``: on the host alone, now."""

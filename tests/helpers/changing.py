@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
+from ds_fgoffload.planning.plan_file import PlanStore
 from ds_fgoffload.planning.planner import PlanGoal, plan_round
 from ds_fgoffload.planning.tuner import FIRST_CAUTION
 from ds_fgoffload.profiling.profile import RoundProfile
@@ -95,15 +96,23 @@ class Model(nn.Module):
 
 
 class Training:
-    def __init__(self, goal: PlanGoal | None, link_bytes_per_ms: float) -> None:
+    def __init__(self, goal: PlanGoal | None, link_bytes_per_ms: float, store: PlanStore | None = None) -> None:
         self.streams = SimulatedStreams(link_bytes_per_ms)
         self.model = Model(self.streams)
         units: dict[str, nn.Module] = {f"units.{number}": unit for number, unit in enumerate(self.model.units)}
         pool = HostPool(HostPoolSettings(1 << 30, pin_memory=False), slab_bytes=1 << 12)
         eligibility = Eligibility(self.model, 0, self.streams.device)
         self.offloader = Offloader(
-            units, {}, eligibility, Plan(), Transfer(self.streams), pool, raise_when_full=False, goal=goal
-        )
+            units,
+            {},
+            eligibility,
+            Plan(),
+            Transfer(self.streams),
+            pool,
+            raise_when_full=False,
+            goal=goal,
+            plan_store=store,
+        )  # fmt: skip
         self.hooks = ModuleHooks(self.model, units, self.offloader)
 
     def step(self, work: Work) -> None:
