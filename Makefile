@@ -29,7 +29,7 @@ PIP := $(PY) -m pip --quiet install $(PIP_FLAGS)
 CODE := $(wildcard ds_fgoffload examples tests benchmarks docs)
 TYPED := $(wildcard ds_fgoffload examples)
 
-.PHONY: help setup demo test matrix matrix-short lint format clean
+.PHONY: help setup demo test matrix lint format clean
 
 help: ## list the targets and the variables
 	@echo "targets"
@@ -90,9 +90,6 @@ test: lint ## lint, then the tests
 
 matrix: setup ## the whole suite with the oldest, a middle and the newest pair of torch and DeepSpeed, in fresh environments
 	$(PY) -m tests.matrix --pip-flags='$(PIP_FLAGS)' $(MATRIX_FLAGS) -- $(TEST_FLAGS)
-
-matrix-short: setup ## few tests with the oldest DeepSpeed beside the torch that is installed
-	$(PY) -m tests.matrix --short --pip-flags='$(PIP_FLAGS)' -- $(TEST_FLAGS)
 
 lint: setup ## ruff, mypy, import-linter
 	$(PY) -m ruff check $(CODE)

@@ -1,7 +1,6 @@
 """``make matrix``: runs the suite with the supported pairs of torch and DeepSpeed, and prints a table.
 
 Each pair has an environment of its own in ``build/matrix``, made and removed here; one that is there is used as it is.
-``--short`` runs few tests with the oldest DeepSpeed, laid over the environment that this runs in.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from xml.etree import ElementTree as ET
 from rich.console import Console
 from rich.table import Table
 
-from ds_fgoffload.compat.versions import PAIRS, Pair, installed
+from ds_fgoffload.compat.versions import PAIRS, Pair
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "matrix"
-SHORT = ["tests/compat/test_private.py", "tests/compat/test_versions.py", "tests/engines/test_stepping.py"]
-"""Files that say soonest whether names and engines of DeepSpeed are as they were: about half a minute."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,6 @@ def make(folder: Path, pair: Pair, flags: Sequence[str], env: dict[str, str]) ->
     run([*pip, "--editable", ".[test]"], env)
 
 
-def lay_over(folder: Path, pair: Pair, flags: Sequence[str], env: dict[str, str]) -> None:
-    """An environment with another DeepSpeed, which finds all else in the one that this runs in."""
-    run([sys.executable, "-m", "venv", "--without-pip", folder], env)
-    (packages,) = folder.glob("lib/python3*/site-packages")
-    (packages / "below.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", *flags]
-    run([*pip, "--no-deps", "--no-build-isolation", f"deepspeed=={pair.deepspeed}"], {**env, "DS_BUILD_OPS": "0"})
-
-
 def test(folder: Path, pair: Pair, arguments: Sequence[str], env: dict[str, str]) -> Result:
     """Runs pytest in the environment ``folder``."""
     python = folder / "bin" / "python"
@@ -95,8 +83,7 @@ def test(folder: Path, pair: Pair, arguments: Sequence[str], env: dict[str, str]
 
 def try_pair(pair: Pair, arguments: argparse.Namespace) -> Result:
     """Makes the environment, runs the tests in it and removes it."""
-    kind = "short" if arguments.short else "whole"
-    folder = FOLDER / f"{kind}-torch-{pair.torch}-deepspeed-{pair.deepspeed}"
+    folder = FOLDER / f"torch-{pair.torch}-deepspeed-{pair.deepspeed}"
     env = {
         **os.environ,
         "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
@@ -107,8 +94,8 @@ def try_pair(pair: Pair, arguments: argparse.Namespace) -> Result:
     try:
         if is_ours:
             print(f"matrix: {pair}: {folder}", flush=True)
-            (lay_over if arguments.short else make)(folder, pair, arguments.pip_flags.split(), env)
-        return test(folder, pair, [*arguments.tests, *(SHORT if arguments.short else [])], env)
+            make(folder, pair, arguments.pip_flags.split(), env)
+        return test(folder, pair, arguments.tests, env)
     except subprocess.CalledProcessError as error:
         return Result(pair, trouble=f"could not be installed: {error}")
     finally:
@@ -118,14 +105,12 @@ def try_pair(pair: Pair, arguments: argparse.Namespace) -> Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="few tests, with the torch that is installed")
     parser.add_argument("--keep", action="store_true", help="leave the environments that are made")
     parser.add_argument("--only", default="", help="the pairs whose name has this in it, such as 2.15")
     parser.add_argument("--pip-flags", default="", help="for every pip install")
     parser.add_argument("tests", nargs="*", help="for pytest")
     arguments = parser.parse_args()
-    pairs = [Pair(installed().torch, PAIRS[0].deepspeed)] if arguments.short else list(PAIRS)
-    results = [try_pair(pair, arguments) for pair in pairs if arguments.only in str(pair)]
+    results = [try_pair(pair, arguments) for pair in PAIRS if arguments.only in str(pair)]
     table = Table("torch", "DeepSpeed", "passed", "failed", "skipped", "seconds", "", title="matrix")
     for one in results:
         counts = (one.passed, one.failed, one.skipped, round(one.seconds))

@@ -16,14 +16,14 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True)
 class Supported:
-    """From ``oldest`` to ``newest``; "2.15" stands for all of 2.15."""
+    """From ``oldest`` to ``newest``, which may be the same; "2.15" stands for all of 2.15."""
 
     name: str
     oldest: str
     newest: str
 
     def __str__(self) -> str:
-        return f"{self.name} {self.oldest} to {self.newest}"
+        return f"{self.name} {self.oldest}" + (f" to {self.newest}" if self.newest != self.oldest else "")
 
     def is_older(self, found: str) -> bool:
         """``found`` comes before all that is supported. A build's suffix, such as ``+cpu``, does not matter."""
@@ -46,9 +46,9 @@ class Pair(NamedTuple):
 
 SUPPORTED: Mapping[str, Supported] = {
     "torch": Supported("torch", "2.11", "2.15"),
-    "deepspeed": Supported("DeepSpeed", "0.19.7", "0.19.8"),
+    "deepspeed": Supported("DeepSpeed", "0.19.8", "0.19.8"),
 }
-PAIRS = (Pair("2.11.0", "0.19.7"), Pair("2.13.0", "0.19.8"), Pair("2.15.0", "0.19.8"))
+PAIRS = (Pair("2.11.0", "0.19.8"), Pair("2.13.0", "0.19.8"), Pair("2.15.0", "0.19.8"))
 """The oldest, a middle and the newest pair: those that ``make matrix`` runs the suite with."""
 UNKNOWN = "unknown"
 SENTENCE = ", ".join(map(str, SUPPORTED.values()))

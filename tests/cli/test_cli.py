@@ -690,7 +690,7 @@ def test_a_cpu_alone_has_no_link_to_measure() -> None:
 def test_an_old_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda package: "0.1")
     assert finding(list(doctor._versions()), "deepspeed") == Finding(
-        "deepspeed", Verdict.FAIL, "0.1", "0.19.7 or newer is needed: pip install -U deepspeed"
+        "deepspeed", Verdict.FAIL, "0.1", "0.19.8 or newer is needed: pip install -U deepspeed"
     )
 
 

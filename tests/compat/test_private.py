@@ -28,7 +28,7 @@ FOREIGN = (
     torch.autograd,
 )
 """Objects whose private names look like ours where ours are called the same."""
-NOT_TORCHS = {"_replace", "_getframe", "_inheriting", "_is_hf_initialized", "_ds_", "_dap"}
+NOT_TORCHS = {"_asdict", "_replace", "_getframe", "_inheriting", "_is_hf_initialized", "_ds_", "_dap"}
 """Of the standard library, or marks that transformers and DeepSpeed put on modules, which are only left out."""
 
 

@@ -22,7 +22,6 @@ import ds_fgoffload
 from ds_fgoffload.engines.checkpoints import ALTERNATIVE
 from ds_fgoffload.runtime.hooks import ModuleHook
 from ds_fgoffload.text.names import abbreviated
-from tests.helpers.features import needs_own_checkpoints
 
 ROWS, WIDTH, BLOCKS, STEPS = 4, 8, 3, 3
 INPUT_BYTES = ROWS * WIDTH * 4
@@ -234,9 +233,7 @@ def attach(net: nn.Module, modules: list[str]) -> Any:
 
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    "kind", [name if name not in OWN else pytest.param(name, marks=needs_own_checkpoints) for name in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_moves(kind: str, place: str, warnings: Callable[[], list[str]]) -> None:
     cell = Cell(KINDS[kind], place)
     plain, net = pair(cell.kind)
@@ -281,7 +278,7 @@ def test_the_matrix_in_the_documents_has_these_rows_and_columns() -> None:
     assert [row[0] for row in rows[start + 1 : start + 1 + len(KINDS)]] == list(KINDS)
 
 
-DEEPSPEED = pytest.mark.parametrize("kind", [pytest.param(name, marks=needs_own_checkpoints) for name in OWN])
+DEEPSPEED = pytest.mark.parametrize("kind", OWN)
 
 
 @DEEPSPEED
@@ -313,7 +310,6 @@ def test_nothing_is_said_where_deepspeed_moves_the_inputs_itself(
     offload.detach()
 
 
-@needs_own_checkpoints
 @pytest.mark.parametrize("fails", [False, True])
 def test_looking_for_deepspeeds_checkpoints_ends_with_the_first_forward(fails: bool) -> None:
     def hooks(module: nn.Module) -> list[Any]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,10 +25,6 @@ from ds_fgoffload import OffloadConfigError
 from ds_fgoffload.runtime import offloader
 from ds_fgoffload.stats import OffloadStats
 from tests.helpers.distributed import Outcome, run_cases
-from tests.helpers.features import HAS_DUALPIPEV, HAS_OWN_CHECKPOINTS, NO_DUALPIPEV, NO_OWN_CHECKPOINTS
-
-if HAS_DUALPIPEV:
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 WIDTH, SEQUENCES, LENGTH, VOCABULARY = 8, 2, 3, 11
 EACH_LAYER = ["[0-9]"]
@@ -471,38 +468,24 @@ FULL_JOBS = {
 }
 
 
-def lacks(job: tuple[Any, ...]) -> str | None:
-    """What ``job`` needs and this DeepSpeed has not."""
-    _, case, *_ = job
-    if case.engine == "DualPipeV" and not HAS_DUALPIPEV:
-        return NO_DUALPIPEV
-    return NO_OWN_CHECKPOINTS if case.checkpoint.startswith("deepspeed") and not HAS_OWN_CHECKPOINTS else None
-
-
 @cache
 def outcomes(ranks: int, *, full: bool = False) -> dict[str, Outcome]:
     """All cases of a number of ranks share their processes."""
-    these = {name: job for name, job in (FULL_JOBS if full else DEFAULT_JOBS)[ranks].items() if lacks(job) is None}
-    return run_cases(run_case, these, ranks=ranks, **({"timeout_s": 900} if full else {}))
-
-
-def check(ranks: int, name: str, *, full: bool = False) -> None:
-    lacking = lacks((FULL_JOBS if full else DEFAULT_JOBS)[ranks][name])
-    if lacking is not None:
-        pytest.skip(lacking)
-    outcomes(ranks, full=full)[name].check()
+    if full:
+        return run_cases(run_case, FULL_JOBS[ranks], ranks=ranks, timeout_s=900)
+    return run_cases(run_case, DEFAULT_JOBS[ranks], ranks=ranks)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", DEFAULT_JOBS[2])
 def test_on_two_ranks(name: str) -> None:
-    check(2, name)
+    outcomes(2)[name].check()
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", DEFAULT_JOBS[4])
 def test_on_four_ranks(name: str) -> None:
-    check(4, name)
+    outcomes(4)[name].check()
 
 
 @pytest.mark.full
@@ -510,4 +493,4 @@ def test_on_four_ranks(name: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in FULL_JOBS.items() for name in names])
 def test_every_cell_of_the_matrix(ranks: int, name: str) -> None:
-    check(ranks, name, full=True)
+    outcomes(ranks, full=True)[name].check()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ds_fgoffload.schedule.order import LONGEST_ROUND, NeedOrder
 from ds_fgoffload.schedule.plan import Plan, Site, Verb
 from ds_fgoffload.schedule.schedule import Schedule
-from tests.helpers.features import HAS_DUALPIPEV
 
 
 class Story:
@@ -581,11 +580,8 @@ class Stage:
 
 PIPELINES = [
     *((deepspeed_schedule.TrainSchedule, stages, micro_batches) for stages in (1, 2, 4) for micro_batches in (1, 2, 6)),
+    *((deepspeed_schedule.DualPipeVSchedule, ranks, micro_batches) for ranks in (2, 4) for micro_batches in (8, 9)),
 ]
-if HAS_DUALPIPEV:
-    PIPELINES += [
-        (deepspeed_schedule.DualPipeVSchedule, ranks, micro_batches) for ranks in (2, 4) for micro_batches in (8, 9)
-    ]
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
