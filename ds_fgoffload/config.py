@@ -46,6 +46,15 @@ def _pattern(value: str) -> str:
 Pattern = Annotated[StrictStr, BeforeValidator(lambda value: _pattern(value) if isinstance(value, str) else value)]
 
 
+def _path(value: str) -> str:
+    if value.strip() in {"", "auto"}:
+        raise ValueError('the path of a file, such as "plans/run.json"')
+    return value
+
+
+FilePath = Annotated[StrictStr, BeforeValidator(lambda value: _path(value) if isinstance(value, str) else value)]
+
+
 class _Section(DeepSpeedConfigModel):  # type: ignore[misc]  # DeepSpeed is not typed
     model_config = ConfigDict(use_attribute_docstrings=True, frozen=True)
 
@@ -141,7 +150,7 @@ class FineGrainedOffloadConfig(_Section):
     """A saved tensor stays on the device if its storage is smaller than this many bytes. Default: 1 MiB. 0: every size
     is offloaded."""
 
-    plan_file: StrictStr | None = None
+    plan_file: FilePath | None = None
     """Path of a JSON file that keeps what plans are made from: the next run, or a restart from a checkpoint, follows a
     plan from its first step. Written as training goes on; made, with its folder, if it is not there. ``{rank}`` in it
     is the rank's number, which the name gets otherwise where there are several. A file of another model, engine or

@@ -28,7 +28,8 @@ from ds_fgoffload.text.sizes import parse_size
 SIZE = 'a whole number of bytes >= 0, or text such as "64MiB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 KEYS = (
     '"enabled", "modules", "exclude", "recompute", "policy", "max_overhead", "target_saved_bytes", "min_tensor_bytes", '
-    '"release_window_bytes", "prefetch_window_bytes", "release_pipeline_buffers", "report_after_steps", "host_pool"'
+    '"plan_file", "release_window_bytes", "prefetch_window_bytes", "release_pipeline_buffers", "report_after_steps", '
+    '"host_pool"'
 )
 
 
@@ -48,6 +49,7 @@ def test_defaults() -> None:
         "max_overhead": None,
         "target_saved_bytes": None,
         "min_tensor_bytes": 1048576,
+        "plan_file": None,
         "release_window_bytes": None,
         "prefetch_window_bytes": None,
         "release_pipeline_buffers": False,
@@ -75,6 +77,7 @@ def test_every_key_is_taken() -> None:
         "max_overhead": 0.01,
         "target_saved_bytes": "2GB",
         "min_tensor_bytes": 0,
+        "plan_file": "plans/{rank}.json",
         "release_window_bytes": "64MiB",
         "prefetch_window_bytes": 5e8,
         "release_pipeline_buffers": True,
@@ -202,6 +205,16 @@ def test_the_users_dictionary_is_not_touched() -> None:
         (
             {"modules": ["a"], "max_overhead": float("nan")},
             ["fine_grained_offload.max_overhead: got NaN, allowed: a number >= 0"],
+        ),
+        *(
+            (
+                {"modules": ["a"], "plan_file": value},
+                [
+                    f'fine_grained_offload.plan_file: got "{value}", allowed: the path of a file, such as '
+                    '"plans/run.json"' + ("; leave the key out for the default" if value else "")
+                ],
+            )
+            for value in ("", "auto")
         ),
         (
             {"modules": ["a"], "min_tensor_bytes": None},
