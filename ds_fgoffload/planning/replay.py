@@ -1,56 +1,21 @@
-"""A plan, made for one typical round, tried on the rounds as they may go, and adapted to them.
+"""A plan, made for one typical round, tried on the rounds as they may go.
 
-:func:`waits_ms` tells how long compute would wait, :func:`in_time` moves the points to where it would not. All rounds
-are replayed at once, a row of an array for each; the link works as in :mod:`~ds_fgoffload.planning.simulator`.
+All rounds are replayed at once, a row of an array for each; the link works as in
+:mod:`~ds_fgoffload.planning.simulator`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_fgoffload.planning.simulator import SPARE_TIME_MS
 from ds_fgoffload.planning.step_model import Floats, Scenarios
-from ds_fgoffload.profiling.profile import RoundProfile
 from ds_fgoffload.schedule.plan import Kind, Moment, Place, Points
 
 _RELOAD, _NEED, _COPY, _RELEASE = range(4)
-
-
-def in_time(points: Points, rounds: Scenarios, *, part: float, caution: float = 1.0) -> Points:
-    """``points`` with later releases and earlier reloads, so that of each copy ``part`` of the rounds wait for none.
-
-    What would have to come back before it has left is not moved.
-
-    Args:
-        points: their positions are those of the moments of ``rounds``.
-        rounds: how rounds may go.
-        part: 1: none of the rounds waits.
-        caution: by how much copies are taken to be slower than was measured, and spare times longer.
-    """
-    while True:
-        release = _release_positions(points, rounds, part, caution)
-        reload = _reload_positions(points, rounds, part, caution)
-        stay = {place for place in points.release if release[place] >= reload[place]}
-        if not stay:
-            return replace(points, release=release, reload=reload, moved=frozenset(release))
-        release, reload = ({p: at for p, at in of.items() if p not in stay} for of in (points.release, points.reload))
-        points = replace(points, release=release, reload=reload, moved=frozenset(release))
-
-
-def peak_bytes(points: Points, profile: RoundProfile) -> int:
-    """Memory of the round at its highest, if it goes by ``points``, whose positions are the profile's."""
-    away = np.zeros(len(profile.passed) + 1, np.int64)
-    for place, begin in points.release.items():
-        size_bytes = profile.passed[points.positions[Moment(Kind.SAVED, place)]].size_bytes
-        away[begin + 1] += size_bytes
-        away[points.reload[place] + 1] -= size_bytes
-    memory = np.array([passed.memory_bytes for passed in profile.passed], np.int64)
-    return max(0, int((memory - np.cumsum(away)[:-1]).max(initial=0)))
 
 
 def waits_ms(points: Points, rounds: Scenarios, caution: float = 1.0) -> Floats:
@@ -89,51 +54,6 @@ def waits_ms(points: Points, rounds: Scenarios, caution: float = 1.0) -> Floats:
                 late = in_end[place] - (rounds.times_ms[:, position] + waited)
                 waited = waited + np.where(there, np.maximum(0.0, late), 0.0)
     return waited
-
-
-def _release_positions(points: Points, rounds: Scenarios, part: float, caution: float) -> dict[Place, int]:
-    """The first from which on each copy is over in ``part`` of the rounds, but not before the given one."""
-    end_ms = np.zeros(len(rounds.times_ms))
-    found: dict[Place, int] = {}
-    for place in _in_order_of(Kind.SAVED, points):
-        saved = points.positions[Moment(Kind.SAVED, place)]
-        size_bytes = rounds.saved_bytes[:, saved]
-        there = size_bytes > 0
-        begin_ms = np.maximum(end_ms, rounds.times_ms[:, saved])
-        end_ms = np.where(there, begin_ms + caution * size_bytes / rounds.d2h_bytes_per_ms, end_ms)
-        free_ms = end_ms + caution * SPARE_TIME_MS
-        first = [
-            int(np.searchsorted(row_ms, row_free_ms))
-            for row_ms, row_free_ms in zip(rounds.next_ms[there], free_ms[there], strict=True)
-        ]
-        found[place] = max(points.release[place], _first_of(first, part, default=points.release[place]))
-    return found
-
-
-def _reload_positions(points: Points, rounds: Scenarios, part: float, caution: float) -> dict[Place, int]:
-    """The last from which on each copy back is over in time in ``part`` of the rounds, but not after the given one."""
-    begin_ms = np.full(len(rounds.times_ms), np.inf)
-    found: dict[Place, int] = {}
-    for place in reversed(_in_order_of(Kind.NEEDED, points)):
-        size_bytes = rounds.saved_bytes[:, points.positions[Moment(Kind.SAVED, place)]]
-        there = size_bytes > 0
-        needed_ms = rounds.times_ms[:, points.positions[Moment(Kind.NEEDED, place)]] - caution * SPARE_TIME_MS
-        last_ms = np.minimum(begin_ms, needed_ms) - caution * size_bytes / rounds.h2d_bytes_per_ms
-        begin_ms = np.where(there, last_ms, begin_ms)
-        last = [
-            -int(np.searchsorted(row_ms, row_begin_ms, side="right") - 1)
-            for row_ms, row_begin_ms in zip(rounds.next_ms[there], begin_ms[there], strict=True)
-        ]
-        latest = -_first_of(last, part, default=-points.reload[place])
-        found[place] = max(0, min(points.reload[place], latest))
-    return found
-
-
-def _first_of(positions: list[int], part: float, *, default: int) -> int:
-    """The least position that is no less than ``part`` of them."""
-    if not positions:
-        return default
-    return sorted(positions)[max(0, int(np.ceil(part * len(positions))) - 1)]
 
 
 def _in_order_of(kind: Kind, points: Points) -> list[Place]:

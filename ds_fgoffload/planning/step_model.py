@@ -14,7 +14,7 @@ come; in a round without them they take no time and save nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_fgoffload.planning.simulator import SPARE_TIME_MS
 from ds_fgoffload.profiling.profile import ProfiledMoment, RoundProfile
-from ds_fgoffload.schedule.plan import Kind, Moment
+from ds_fgoffload.schedule.plan import Kind, Moment, Timetable
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,8 +35,6 @@ CURVED = 1.5
 MOST_LENGTHENED = 1.05
 """Stretches at their shortest are lengthened by so much at most, towards the shortest round that was seen: in rounds
 that hardly differ, what is more are stretches that are long now and then."""
-MOST_OPTIONAL = 64
-"""Units that come and go; of so many it is tried what happens if they do not come."""
 TRIMMED = 0.2
 """The part of the samples, at either end, that a mean leaves out."""
 
@@ -134,21 +133,11 @@ class StepModel:
             sizes=tuple(sizes),
         )
 
-    def scenarios(self, sizes: Sequence[int], *, each_optional_missing: bool = False) -> Scenarios:
-        """The known rounds, carried over to ``sizes``.
-
-        ``each_optional_missing``: and, for each unit that comes and goes, a round without it.
-        """
-        stretches_ms = self._carried(self._stretches_ms, sizes, self._degree)
-        times_ms = np.cumsum(stretches_ms, axis=1)
+    def scenarios(self, sizes: Sequence[int]) -> Scenarios:
+        """The known rounds, carried over to ``sizes``."""
+        times_ms = np.cumsum(self._carried(self._stretches_ms, sizes, self._degree), axis=1)
         saved_bytes = self._carried(self._saved_bytes, sizes, min(1, self._degree))
-        present, after_reads_ms = self._present, self._after_reads_ms
-        if each_optional_missing and (rows := list(self._one_missing())):
-            of = np.array([row for row, _ in rows])
-            present = np.vstack([present, *(columns for _, columns in rows)])
-            times_ms = np.vstack([times_ms, times_ms[of]])
-            saved_bytes = np.vstack([saved_bytes, saved_bytes[of]]) * present
-            after_reads_ms = np.vstack([after_reads_ms, after_reads_ms[of]])
+        present = self._present
         next_ms = times_ms
         if not present.all():
             next_ms = np.where(present, times_ms, np.inf)
@@ -159,28 +148,44 @@ class StepModel:
             times_ms,
             next_ms,
             saved_bytes,
-            times_ms - after_reads_ms,
+            times_ms - self._after_reads_ms,
             min(profile.d2h_bytes_per_ms for profile in self._rates_of),
             min(profile.h2d_bytes_per_ms for profile in self._rates_of),
         )
 
-    def _one_missing(self) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
-        """Of each unit that does not come in every round: a round in which it comes, and what comes in it otherwise.
+    def saves_alike(self, sizes: Sequence[int]) -> bool:
+        """Whether rounds of ``sizes`` save about as much at each place as one another."""
+        saved_bytes = self._carried(self._saved_bytes, sizes, min(1, self._degree))
+        usual_bytes = np.median(saved_bytes, axis=0)
+        differ_bytes = np.abs(saved_bytes - usual_bytes).sum(axis=1)
+        return bool(np.median(differ_bytes) <= (ALIKE - 1) * max(1.0, usual_bytes.sum()))
 
-        A point that was planned at a moment of such a unit is passed late where it is missing, and the known rounds,
-        which are few, have not seen each of them missing beside each other one that comes.
-        """
-        columns_of: dict[tuple[int, str], list[int]] = {}
-        for column in np.flatnonzero(~self._always):
-            place = self.moments[column].place
-            columns_of.setdefault((place.ordinal, place.site.unit), []).append(int(column))
-        fullest = np.argsort(-self._present.sum(axis=1), kind="stable")
-        for columns in list(columns_of.values())[:MOST_OPTIONAL]:
-            row = next((int(row) for row in fullest if self._present[row, columns].any()), None)
-            if row is not None:
-                without = self._present[row].copy()
-                without[columns] = False
-                yield row, without
+    def timetable(self, sizes: Sequence[int], caution: float, allowed_ms: float) -> Timetable:
+        """How long the stretches of a round of ``sizes`` take where they come, and what is saved where."""
+        rows = self.scenarios(sizes)
+        stretches_ms = np.diff(rows.times_ms, axis=1, prepend=rows.times_ms[:, :1])
+        foreseen_ms, saved_bytes = np.zeros(len(self.moments)), {}
+        expected_ms, found_ms = [np.zeros(0)], [np.zeros(0)]
+        for column, (moment, there) in enumerate(zip(self.moments, self._present.T, strict=True)):
+            if not there.any():
+                continue
+            foreseen_ms[column] = _trimmed_mean(stretches_ms[there, column])
+            size_bytes = rows.saved_bytes[there, column]
+            if moment.kind is Kind.SAVED and size_bytes.any():
+                saved_bytes[moment.place] = int(size_bytes.mean())
+                expected_ms.append(foreseen_ms[column] * (size_bytes / size_bytes.mean() - 1))
+                found_ms.append(stretches_ms[there, column] - foreseen_ms[column])
+        expected, found = np.concatenate(expected_ms), np.concatenate(found_ms)
+        varies = float(expected @ expected)
+        return Timetable(
+            foreseen_ms.tolist(),
+            saved_bytes,
+            rows.d2h_bytes_per_ms / caution,
+            rows.h2d_bytes_per_ms / caution,
+            caution * SPARE_TIME_MS,
+            min(1.0, max(0.0, float(expected @ found) / varies)) if varies else 0.0,
+            allowed_ms,
+        )
 
     def length_ms(self, sizes: Sequence[int]) -> float:
         """How long compute is expected to take."""

@@ -23,11 +23,11 @@ from deepspeed.utils import logger
 
 from ds_fgoffload.planning.plan_file import Known, PlanStore, is_slower
 from ds_fgoffload.planning.planner import Forecast, PlanGoal, plan_round
-from ds_fgoffload.planning.replay import in_time, peak_bytes, waits_ms
+from ds_fgoffload.planning.replay import waits_ms
 from ds_fgoffload.planning.step_model import StepModel
 from ds_fgoffload.profiling.profile import RoundProfile
 from ds_fgoffload.profiling.recorder import Recorded, Recorder
-from ds_fgoffload.schedule.plan import NOTHING_KNOWN, NOTHING_MOVES, Kind, Moment, Place, Points
+from ds_fgoffload.schedule.plan import NOTHING_KNOWN, NOTHING_MOVES, Moment, Place, Points
 from ds_fgoffload.stats import Planned
 from ds_fgoffload.text.sentences import plan_sentence
 
@@ -57,10 +57,6 @@ FIRST_CAUTION = 1.01
 MORE_CAUTION = 1.03
 MOST_CAUTION = 1.5
 """How much slower than measured copies are taken to be: a little, and more each time that compute had to wait."""
-MORE_CAUTIONS = (1.0, 1.1, 1.25)
-"""Where rounds are not like the typical one, plans with more caution are made, too."""
-PARTS_IN_TIME = (0.5, 0.75, 1.0)
-"""And adapted so that of each copy such a part of the rounds waits for none."""
 REGRET_MARGIN = 0.005
 """Wait beyond what is allowed or foreseen, as a fraction of all rounds, that is borne."""
 MOST_REGRET = 0.5
@@ -118,6 +114,11 @@ class SizeClass:
         self.last.append(recorded)
         if recorded.with_memory:
             self.with_memory = recorded
+
+    def all_known(self) -> list[Recorded]:
+        """The known rounds, and before them that in which memory was last looked at."""
+        of_memory = [self.with_memory] if self.with_memory is not None and self.with_memory not in self.known else []
+        return [*of_memory, *self.known]
 
     def length_ms(self, recorded: Recorded) -> float:
         """Of the round with what compute waited, if it had the size that the plan was made for."""
@@ -258,7 +259,7 @@ class Tuner:
 
     def _keep_what_is_known(self) -> None:
         if self._store is not None and self.forecast is not None:
-            self._store.write([(one.size, one.caution, list(one.known)) for one in self._classes if one.known])
+            self._store.write([(one.size, one.caution, one.all_known()) for one in self._classes if one.known])
 
     def _note(self, profile: RoundProfile) -> None:
         """What is held, and what comes and goes."""
@@ -442,9 +443,7 @@ class Tuner:
         if of_its_size.size:
             own = [recorded.profile.sizes[0] for recorded in of_its_size.known]
             sizes = (round(statistics.median(own)) if own else of_its_size.size,)
-        profile = model.round_of(sizes, usual=bool(goal.max_overhead))
-        # What is held is seen only in rounds in which it is to leave.
-        profile = replace(profile, held=frozenset(self._held))
+        profile = self._typical(model, sizes, usual=bool(goal.max_overhead))
         if goal.everything:
             return plan_round(profile, goal, caution=of_its_size.caution), profile, model
         goal = replace(goal, room_bytes=self._room_bytes())
@@ -454,46 +453,29 @@ class Tuner:
             if above_bytes <= 0:
                 return _nothing(model, profile), profile, model
             goal = replace(goal, target_saved_bytes=above_bytes, max_overhead=goal.max_overhead or 0.0)
-        return self._tried(goal, of_its_size, profile, model), profile, model
+        forecast = plan_round(profile, goal, caution=of_its_size.caution)
+        by_round_ms = waits_ms(forecast.points, model.scenarios(profile.sizes))
+        allowed_ms = max(forecast.stalled_ms, (goal.max_overhead or 0.0) * profile.length_ms)
+        if (
+            model.is_always_the_same
+            and model.saves_alike(sizes)
+            and by_round_ms.mean() <= allowed_ms + BEARABLE_STALL * profile.length_ms
+        ):
+            of_its_size.most_waits_ms = float(by_round_ms.max())
+            forecast = forecast._replace(stalled_ms=max(forecast.stalled_ms, float(by_round_ms.mean())))
+            return forecast, profile, model
+        # The rounds are not like a typical one: the plan says what moves, and when it does follows from what comes.
+        of_its_size.most_waits_ms = 0.0
+        profile = self._typical(model, sizes, usual=True)
+        forecast = plan_round(profile, goal, caution=of_its_size.caution)
+        if profile.peak_bytes > self._room_bytes():
+            allowed_ms = math.inf
+        times = model.timetable(sizes, of_its_size.caution, allowed_ms)
+        return forecast._replace(points=replace(forecast.points, times=times)), profile, model
 
-    def _tried(self, goal: PlanGoal, of_its_size: SizeClass, profile: RoundProfile, model: StepModel) -> Forecast:
-        """Of the plans that would not make the known rounds wait for longer than is allowed, that with the least peak.
-
-        If the first does not, the rounds are not like the typical one, and it is adapted to them.
-        """
-        scenarios = model.scenarios(profile.sizes, each_optional_missing=True)
-        tried: list[tuple[bool, int, float, Forecast]] = []
-        waits: dict[int, float] = {}
-        for more in MORE_CAUTIONS:
-            caution = min(MOST_CAUTION, of_its_size.caution * more)
-            forecast = plan_round(profile, goal, caution=caution)
-            allowed_ms = max(forecast.stalled_ms, (goal.max_overhead or 0.0) * profile.length_ms)
-            allowed_ms += BEARABLE_STALL * profile.length_ms
-            plans = [forecast.points]
-            if not model.is_always_the_same:
-                # What comes and goes does so in more ways than the known rounds show: nothing may rely on it.
-                plans = [in_time(forecast.points, scenarios, part=1.0, caution=caution)]
-            elif tried or waits_ms(forecast.points, scenarios).mean() > allowed_ms:
-                plans += [in_time(forecast.points, scenarios, part=part, caution=caution) for part in PARTS_IN_TIME]
-            for points in plans:
-                by_round_ms = waits_ms(points, scenarios)
-                waited_ms = float(by_round_ms.mean())
-                found = forecast._replace(points=points, stalled_ms=waited_ms)
-                if points is forecast.points:
-                    found = found._replace(stalled_ms=max(forecast.stalled_ms, waited_ms))
-                else:
-                    found = found._replace(
-                        peak_bytes=peak_bytes(points, profile), copied_bytes=_copied(points, profile)
-                    )
-                tried.append((waited_ms > allowed_ms, found.peak_bytes, waited_ms, found))
-                waits[id(points)] = float(by_round_ms.max())
-            if plans == [forecast.points]:
-                break
-        late, _, _, best = min(tried, key=lambda one: one[:3])
-        if late and profile.peak_bytes <= self._room_bytes():
-            return _nothing(model, profile)
-        of_its_size.most_waits_ms = waits[id(best.points)]
-        return best
+    def _typical(self, model: StepModel, sizes: Sequence[int], *, usual: bool) -> RoundProfile:
+        # What is held is seen only in rounds in which it is to leave.
+        return replace(model.round_of(sizes, usual=usual), held=frozenset(self._held))
 
     def _model(self, of_its_size: SizeClass) -> StepModel:
         """Of the class's rounds; if they are few, of other classes' as well."""
@@ -536,10 +518,6 @@ def _nothing(model: StepModel, profile: RoundProfile) -> Forecast:
     """The plan by which everything stays."""
     positions = {moment: position for position, moment in enumerate(model.moments)}
     return Forecast(Points(positions, {}, {}, frozenset()), profile.peak_bytes, 0.0, 0)
-
-
-def _copied(points: Points, profile: RoundProfile) -> int:
-    return sum(profile.passed[points.positions[Moment(Kind.SAVED, place)]].size_bytes for place in points.release)
 
 
 def _planned(forecast: Forecast, profile: RoundProfile) -> Planned:

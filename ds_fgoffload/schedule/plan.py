@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
@@ -84,6 +84,28 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Timetable:
+    """How long a round's stretches take: for rounds that are not like the one that was planned for.
+
+    Where something that was foreseen does not come, or saves less, copies and compute are not where the plan has them.
+    With this the schedule tells when each copy is over from what has come.
+    """
+
+    stretches_ms: Sequence[float]
+    """By position, the time since the moment before it."""
+    saved_bytes: Mapping[Place, int]
+    """What is saved at each place if it is as foreseen."""
+    d2h_bytes_per_ms: float
+    h2d_bytes_per_ms: float
+    spare_ms: float
+    """Between the end of a copy, as it is foreseen, and what relies on it."""
+    with_bytes: float = 0.0
+    """By which part of what a place saves more or less than foreseen its stretch is longer or shorter; 1: by all."""
+    allowed_ms: float = 0.0
+    """Time for which compute may wait in a round."""
+
+
+@dataclass(frozen=True)
 class Points:
     """When each place leaves the device and when it comes back, in a round that goes as a recorded one did."""
 
@@ -99,6 +121,8 @@ class Points:
     """Whether the release window holds as well: memory before time, even if compute has to wait."""
     timed_bytes: int = 0
     """So many bytes are copied although they are not moved, to learn the link's rate: they stay on the device, too."""
+    times: Timetable | None = None
+    """For rounds that differ from one another; None: they hardly do."""
 
 
 TIMED_BYTES = 64 << 20

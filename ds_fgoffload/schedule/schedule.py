@@ -17,13 +17,16 @@ much larger.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from enum import Enum
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any
 
+from ds_fgoffload.schedule.clock import Clock
 from ds_fgoffload.schedule.order import NeedOrder
-from ds_fgoffload.schedule.plan import Act, Kind, Moment, Place, Plan, Points, Site, Verb, Witness
+from ds_fgoffload.schedule.plan import Act, Kind, Moment, Place, Plan, Points, Site, Timetable, Verb, Witness
 
 
 class _Where(Enum):
@@ -35,7 +38,7 @@ class _Where(Enum):
 
 
 class _Entry:
-    __slots__ = ("micro_batch", "needed", "place", "size_bytes", "where")
+    __slots__ = ("copied_at_ms", "micro_batch", "needed", "place", "reload_at", "size_bytes", "where")
 
     def __init__(self, place: Place, size_bytes: int, micro_batch: int) -> None:
         self.place = place
@@ -43,6 +46,10 @@ class _Entry:
         self.micro_batch = micro_batch
         self.where = _Where.KEPT
         self.needed = False
+        self.copied_at_ms: float | None = None
+        """When its copy to the host is expected to be over; None: the plan says from which position on it is."""
+        self.reload_at: int | None = None
+        """Position at which it comes back; None: it does so at once where it is late."""
 
 
 class Schedule:
@@ -71,6 +78,7 @@ class Schedule:
         self._to_reload: list[tuple[int, int, int]] = []  # heap: planned position, position of its need, key
         self._landmarks: dict[int, int] = {}  # calls of modules that are no units, in this micro-batch
         self._position = -1  # of the last moment that was in the recorded round, too
+        self._clock = Clock()
 
     def go_by(self, points: Points | None) -> None:
         """From the next round on. None: by windows."""
@@ -92,6 +100,7 @@ class Schedule:
                 self._witness.round_began(self._round_points)
             self._points = self._round_points
             self._position = -1
+            self._clock = Clock()
             self._timed_bytes = 0
             self._to_reload.clear()
         if self._witness is not None:
@@ -128,6 +137,8 @@ class Schedule:
         place = self._order.saved(micro_batch, site)
         entry = self._entries[key] = _Entry(place, size_bytes, micro_batch)
         acts = self._pass(Kind.SAVED, micro_batch, site, size_bytes)
+        if self._points is not None:
+            entry.reload_at = self._points.reload.get(place)
         self._alive_bytes += size_bytes
         if size_bytes > self._largest_parcel_bytes or self._alive_bytes > self._most_alive_bytes:
             self._largest_parcel_bytes = max(self._largest_parcel_bytes, size_bytes)
@@ -138,6 +149,8 @@ class Schedule:
         entry.where = _Where.LEAVING
         self._leaving[key] = size_bytes
         self._leaving_bytes += size_bytes
+        if self._points is not None and self._points.times is not None and place in self._points.release:
+            entry.copied_at_ms = self._clock.copied(self._points.times, size_bytes)
         return [*acts, Act(Verb.OFFLOAD, key), *self._keep_window(0)]
 
     def saved_again(self, key: int) -> None:
@@ -158,6 +171,9 @@ class Schedule:
     def backward_began(self, micro_batch: int) -> list[Act]:
         """Backward of the micro-batch begins. What it needs first comes back now, unless that never left the device."""
         acts = self._pass(Kind.BACKWARD, micro_batch, _BACKWARD)
+        if self._points is not None and self._points.times is not None:
+            self._time_reloads(self._points, self._points.times, micro_batch)
+            acts += self._release_due(self._points) + self._reload_due()
         self._order.backward_began(micro_batch)
         some_never_left = any(self._entries[key].micro_batch == micro_batch for key in reversed(self._leaving))
         if some_never_left and not self._order.next_is_on_host():
@@ -179,7 +195,7 @@ class Schedule:
             self._move(key, entry, _Where.IN_PLACE)
         if not entry.needed:
             entry.needed = True
-            acts += self._pass(Kind.NEEDED, entry.micro_batch, entry.place.site)
+            acts += self._pass(Kind.NEEDED, entry.micro_batch, entry.place.site, needed_bytes=entry.size_bytes)
             self._order.needed(entry.micro_batch, entry.place, late=late)
             if entry.where is not _Where.KEPT:
                 acts += self._release_others(entry)
@@ -213,7 +229,9 @@ class Schedule:
             return self._plan.prefetch_window_bytes
         return max(2 * self._window_bytes, self._room_wanted_bytes)
 
-    def _pass(self, kind: Kind, micro_batch: int, site: Site, size_bytes: int = 0) -> list[Act]:
+    def _pass(
+        self, kind: Kind, micro_batch: int, site: Site, size_bytes: int = 0, *, needed_bytes: int = 0
+    ) -> list[Act]:
         """The moment is there: what was planned for it, or for a moment before it that did not come."""
         ordinal = self._order.ordinal(micro_batch)
         if ordinal is None or (self._witness is None and self._points is None):
@@ -223,7 +241,11 @@ class Schedule:
             self._witness.passed(moment, size_bytes, self._host_bytes)
         if self._points is None:
             return []
-        self._position = max(self._position, self._points.positions.get(moment, -1))
+        position = self._points.positions.get(moment, -1)
+        if position > self._position:
+            self._position = position
+            if self._points.times is not None:
+                self._clock.passed(self._points.times, position, moment, size_bytes or needed_bytes)
         return self._release_due(self._points) + self._reload_due()
 
     def _moves(self, points: Points, place: Place, size_bytes: int) -> bool:
@@ -238,18 +260,48 @@ class Schedule:
         acts = []
         for key in tuple(self._leaving):
             entry = self._entries[key]
-            if points.reload.get(entry.place, self._position + 1) <= self._position:
+            if entry.reload_at is not None and entry.reload_at <= self._position:
                 self._move(key, entry, _Where.IN_PLACE)  # it would have to come back at once
-            elif points.release.get(entry.place, self._position + 1) <= self._position:
+            elif self._is_to_leave(points, entry):
                 acts.append(self._release(key, entry))
         return acts
+
+    def _is_to_leave(self, points: Points, entry: _Entry) -> bool:
+        is_due = points.release.get(entry.place, self._position + 1) <= self._position
+        if entry.copied_at_ms is None or points.times is None:
+            return is_due
+        return self._clock.is_over(points.times, entry.copied_at_ms) or (
+            is_due and self._clock.may_wait_until(points.times, entry.copied_at_ms)
+        )
+
+    def _time_reloads(self, points: Points, times: Timetable, micro_batch: int) -> None:
+        """What backward of the micro-batch needs is known now: each comes back in time for when that will be."""
+        needs: list[tuple[int, int, _Entry]] = []
+        for key, entry in self._entries.items():
+            if entry.micro_batch == micro_batch:
+                position = points.positions.get(Moment(Kind.NEEDED, entry.place))
+                if position is not None and position > self._position:
+                    needs.append((position, key, entry))
+        needs.sort(key=itemgetter(0))
+        comes_ms = self._clock.needs_ms(times, [(at, entry.place, entry.size_bytes) for at, _, entry in needs])
+        begin_ms = math.inf
+        number = len(needs)
+        for (_, key, entry), at_ms in zip(reversed(needs), reversed(comes_ms), strict=True):
+            if entry.where not in (_Where.LEAVING, _Where.HOST) or entry.reload_at is None:
+                continue
+            begin_ms = min(begin_ms, at_ms - times.spare_ms) - entry.size_bytes / times.h2d_bytes_per_ms
+            while number and comes_ms[number - 1] > begin_ms:
+                number -= 1
+            entry.reload_at = needs[number - 1][0] if number else self._position
+            if entry.where is _Where.HOST:
+                self._will_reload(points, key, entry)
 
     def _reload_due(self) -> list[Act]:
         acts = []
         while self._to_reload and self._to_reload[0][0] <= self._position:
-            key = heappop(self._to_reload)[-1]
+            position, _, key = heappop(self._to_reload)
             entry = self._entries.get(key)
-            if entry is not None and entry.where is _Where.HOST:
+            if entry is not None and entry.where is _Where.HOST and entry.reload_at == position:
                 acts.append(self._reload(key, entry))
         return acts
 
@@ -312,11 +364,15 @@ class Schedule:
         if to is _Where.HOST:
             self._host_bytes += entry.size_bytes
             self._order.left(key, entry.micro_batch, entry.place)
-            if self._points is not None and entry.place in self._points.reload:
-                needed = self._points.positions.get(Moment(Kind.NEEDED, entry.place), 0)
-                heappush(self._to_reload, (self._points.reload[entry.place], needed, key))
+            if self._points is not None and entry.reload_at is not None:
+                self._will_reload(self._points, key, entry)
         elif to in (_Where.IN_PLACE, _Where.RETURNED):
             self._backward_bytes += entry.size_bytes
+
+    def _will_reload(self, points: Points, key: int, entry: _Entry) -> None:
+        assert entry.reload_at is not None
+        needed = points.positions.get(Moment(Kind.NEEDED, entry.place), 0)
+        heappush(self._to_reload, (entry.reload_at, needed, key))
 
 
 _BACKWARD = Site("", 0, -1)

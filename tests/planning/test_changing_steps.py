@@ -9,7 +9,7 @@ from ds_fgoffload.planning.planner import PlanGoal
 from tests.helpers.changing import KINDS, clairvoyant, measured
 
 LEARNING = 30
-OF_CLAIRVOYANT = 0.85
+OF_CLAIRVOYANT = 0.9
 MARGIN = 0.005
 
 
@@ -22,6 +22,7 @@ MARGIN = 0.005
         "expert counts within 5%",
         "expert counts within 50%",
         "mixed micro-batches",
+        "sites that come and go",
     ],
 )
 def test_changing_steps_free_nearly_what_plans_for_each_would(kind, max_overhead):
@@ -33,12 +34,11 @@ def test_changing_steps_free_nearly_what_plans_for_each_would(kind, max_overhead
     assert found.waited <= max_overhead + MARGIN
 
 
-@pytest.mark.parametrize("kind", ["sites that come and go", "all at once"])
-def test_points_do_not_rely_on_what_comes_and_goes(kind):
-    """What is freed is less than for the kinds above: points lie before all that may be missing."""
-    steps = list(itertools.islice(KINDS[kind](random.Random(0)), LEARNING + 60))
+def test_all_at_once():
+    """Lengths, experts and units that come and go: fewer rounds are like one another than are known of a class."""
+    steps = list(itertools.islice(KINDS["all at once"](random.Random(0)), LEARNING + 60))
     best, found = (run(steps, PlanGoal(max_overhead=0.0), 6000.0, LEARNING) for run in (clairvoyant, measured))
-    assert found.freed_bytes >= 0.6 * best.freed_bytes
+    assert found.freed_bytes >= 0.85 * best.freed_bytes
     assert found.waited <= MARGIN
 
 
