@@ -1,4 +1,4 @@
-"""What a plan file's rounds would be planned to do under other settings: another link, device, size, time that may be added.
+"""What a plan file's rounds would be planned to do under other settings: another link, device, size or allowed time.
 
 The plans are the tuner's own (:class:`~ds_fgoffload.planning.tuner.Tuner`), made from the same rounds; no device is
 asked for anything. Times are milliseconds from a round's first moment, without waits.
@@ -88,7 +88,9 @@ class CurvePoint:
     """What the plan would do that may add so much time."""
 
     max_overhead: float | None
-    """None: any."""
+    """That was allowed; None: any."""
+    set_to: float | None
+    """That gives this plan. It is less than what is allowed where the plan that may add more would free less."""
     peak_bytes: int
     freed_bytes: int
     moved_bytes: int
@@ -188,10 +190,11 @@ def what_if(file: PlanFile, settings: Settings, *, overheads: Sequence[float] = 
     tuner = Tuner(None, _NoDevice(settings.device_bytes or NEVER))
     tuner.learn(known)
     forecast, profile, _ = tuner.made_for(settings.goal, settings.size)
-    curve = [
-        _curve_point(overhead, *tuner.made_for(_may_add(settings.goal, overhead), settings.size)[:2])
-        for overhead in (*overheads, None)
-    ]
+    curve: list[CurvePoint] = []
+    for overhead in (*overheads, None):
+        point = _curve_point(overhead, *tuner.made_for(_may_add(settings.goal, overhead), settings.size)[:2])
+        worse = bool(curve) and point.freed_bytes < curve[-1].freed_bytes
+        curve.append(replace(curve[-1], max_overhead=overhead) if worse else point)
     sizes = [profile.sizes[0] for profile in _profiles(known) if len(profile.sizes) == 1]
     return WhatIf(
         settings,
@@ -248,8 +251,8 @@ def _on_link(rounds: Iterable[Recorded], link: Link) -> Iterator[Recorded]:
 def _refuse(known: Known, settings: Settings) -> None:
     if not any(recorded.with_memory for _, _, rounds in known for recorded in rounds):
         raise PlanFileError(
-            "memory was not looked at in any of its rounds, as in runs with policy all: nothing can be said of the peak; "
-            "have it written by a run with policy auto"
+            "memory was not looked at in any of its rounds, as in runs with policy all, so that nothing can be said of "
+            "the peak; have it written by a run with policy auto"
         )
     if settings.size is not None and any(len(profile.sizes) != 1 for profile in _profiles(known)):
         raise PlanFileError(
@@ -268,6 +271,7 @@ def _may_add(goal: PlanGoal, overhead: float | None) -> PlanGoal:
 
 def _curve_point(overhead: float | None, forecast: Forecast, profile: RoundProfile) -> CurvePoint:
     return CurvePoint(
+        overhead,
         overhead,
         forecast.peak_bytes,
         profile.peak_bytes - forecast.peak_bytes,
