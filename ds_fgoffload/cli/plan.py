@@ -134,6 +134,8 @@ def _fraction(text: str) -> float:
         raise ValueError(allowed) from None
     if not math.isfinite(number) or number < 0:
         raise ValueError(allowed)
+    if number > 1 and not text.endswith("%"):  # five per cent is more likely meant than five times the time
+        raise ValueError(f"{allowed} ({text} would be {100 * number:.0f}%; write that if it is meant)")
     return number / 100 if text.endswith("%") else number
 
 

@@ -98,6 +98,7 @@ def draw(plans: Sequence[Found], path: Path) -> None:
             freed = [point.freed_bytes / unit_bytes for point in curve]
             axes.plot(added, freed, color=colour, marker="o", drawstyle="steps-post", label=found.title)
             axes.plot([100 * plan.added], [plan.freed_bytes / unit_bytes], color=colour, marker="*", markersize=14)
+        axes.plot([], [], color=_GREY, marker="*", markersize=10, linestyle="", label="as set")
         axes.set_xlabel("time added to a round, %")
         axes.set_ylabel(f"peak memory freed, {unit}")
         axes.set_ylim(bottom=0)
