@@ -142,6 +142,17 @@ def test_where_more_time_makes_a_worse_plan_the_curve_names_the_setting_of_the_b
             assert planned(file, link=Link(times=times), goal=goal).freed_bytes == point.freed_bytes
 
 
+def test_the_curve_is_without_a_target(alike):
+    assert planned(alike, goal=PlanGoal(target_saved_bytes=TOKENS)).curve == planned(alike).curve
+
+
+def test_a_new_size_is_planned_with_the_caution_that_a_new_class_begins_with(alike):
+    careful = alike.model_copy(update={"classes": [alike.classes[0].model_copy(update={"caution": 1.5})]})
+    assert planned(careful).freed_bytes < planned(alike).freed_bytes
+    assert planned(careful, size=round(1.05 * TOKENS)).freed_bytes < planned(alike).freed_bytes
+    assert planned(careful, size=2 * TOKENS).points == planned(alike, size=2 * TOKENS).points
+
+
 def test_link_use_is_what_it_carries_of_what_it_could(alike):
     found = planned(alike)
     assert found.link_out == found.link_in == pytest.approx(found.moved_bytes / (LINK * found.length_ms))
