@@ -197,6 +197,69 @@ def top(
 
 
 @app.command()
+def plan(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE [OTHER]", help="A plan file (key plan_file). Two are compared.", show_default=False
+        ),
+    ],
+    max_overhead: Annotated[
+        str | None, typer.Option(metavar="PART", help="Time that may be added: 0.01, 1%, or none.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="By how much the peak is to fall: 8GB, or none.", show_default=False),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of the device: the peak has to stay below it.", show_default=False),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="To the host, either way: 25GB/s, or 0.5x what was measured."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a micro-batch: sequences times length. Default: the most known.")
+    ] = None,
+    *,
+    expand: Annotated[bool, typer.Option("--expand", help="A row for each unit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, with every place.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=_writable, help="Also draw what time buys, as .svg or .png."),
+    ] = None,
+) -> None:
+    """Show the plan of a plan file, and what it would be with another link, device, size or allowed time.
+
+    Nothing is run, and no GPU is needed. What no option says is as in the run that wrote the file:
+
+        ds-fgoffload plan plans.json --link 25GB/s --device-memory 80GB
+
+    Two files are compared; one file given twice is compared with itself under the options:
+
+        ds-fgoffload plan plans.json plans.json --tokens 16384
+    """
+    from ds_fgoffload.cli import plan as command
+    from ds_fgoffload.cli import plan_view as view
+
+    if len(files) > 2:
+        raise typer.BadParameter(f"give one plan file, or two to compare: got {len(files)}")
+    if picture is not None and picture.suffix not in view.PICTURES:
+        raise typer.BadParameter(f"--picture {picture}: allowed: a name that ends in {' or '.join(view.PICTURES)}")
+    with errors.status("planning", spinner="dots"):
+        found = command.plans(files, command.Asked(max_overhead, target, device_memory, link, tokens))
+    if picture is not None:
+        view.draw(found, picture)
+    if as_json:
+        sys.stdout.write((view.as_json(*found) if len(found) == 1 else view.both_as_json(*found)) + "\n")
+    else:
+        _console().print(view.show(*found, expand=expand) if len(found) == 1 else view.show_both(*found, expand=expand))
+    if picture is not None:
+        errors.print(f"wrote {picture}", highlight=False)
+
+
+@app.command()
 def draw(
     recording: Annotated[
         Path | None, typer.Argument(help="A step that was recorded, as JSON.", show_default=False)

@@ -266,7 +266,10 @@ class StepModel:
         memory = np.zeros(len(self.moments))
         if known.any():
             degree = min(1, _degree(self._all_sizes[known]))
-            carried = self._carried(self._memory_bytes[known], sizes, degree, self._all_sizes[known])
+            # Weights and what else is always there do not grow with the size.
+            always = np.where(self._present_in_all[known], self._memory_bytes[known], np.inf).min(axis=1, keepdims=True)
+            more = np.maximum(0.0, self._memory_bytes[known] - always)
+            carried = always + self._carried(more, sizes, degree, self._all_sizes[known])
             memory = carried[int(carried.max(axis=1).argmax())]
         reads_known = ~np.isnan(self._reads_of_all_ms)
         usual = reads_known.sum(axis=0) * 2 > self._present_in_all.sum(axis=0)

@@ -244,8 +244,8 @@ class Tuner:
             self._store_at_round = 2 * self._begun
             self._keep_what_is_known()
 
-    def _adopt(self, goal: PlanGoal, known: Known) -> None:
-        """Plans from what an earlier run has learned, before the first round."""
+    def learn(self, known: Known) -> None:
+        """Takes what an earlier run knew; nothing is planned yet."""
         for size, caution, rounds in known:
             of_its_size = SizeClass(size)
             of_its_size.caution = caution
@@ -254,6 +254,24 @@ class Tuner:
                 of_its_size.add(recorded)
                 self._note(recorded.profile)
                 self._learned.append(recorded)
+
+    def made_for(self, goal: PlanGoal, size: int | None = None) -> tuple[Forecast, RoundProfile, StepModel]:
+        """A plan as it is made for the largest of the known rounds, or for rounds of ``size`` if those are the largest.
+
+        What rounds go by stays as it is. The profile is what the plan was made from, the model what that is of.
+        """
+        if size is None:
+            return self._made(goal, max(self._classes, key=lambda one: one.size))
+        nearest = min(self._classes, key=lambda one: one.distance(size))
+        return self._made(goal, nearest if nearest.distance(size) <= CLASS_WIDTH else SizeClass(size), size)
+
+    def room_bytes(self) -> int:
+        """Device memory for what is allocated at the moments of a round."""
+        return self._room_bytes()
+
+    def _adopt(self, goal: PlanGoal, known: Known) -> None:
+        """Plans from what an earlier run has learned, before the first round."""
+        self.learn(known)
         for of_its_size in sorted(self._classes, key=lambda one: -one.size):
             self._plan(goal, of_its_size)
 
@@ -436,13 +454,15 @@ class Tuner:
         if (then.freed_bytes or 0) > (now.freed_bytes or 0) + WORTH_IT * then.saved_bytes:
             self._go_by(of_its_size, forecast, profile, model)
 
-    def _made(self, goal: PlanGoal, of_its_size: SizeClass) -> tuple[Forecast, RoundProfile, StepModel]:
-        """A plan for the rounds of this size, what it was made from, and the model of that."""
+    def _made(
+        self, goal: PlanGoal, of_its_size: SizeClass, size: int | None = None
+    ) -> tuple[Forecast, RoundProfile, StepModel]:
+        """A plan for the rounds of this class, or of just this size, what it was made from, and the model of that."""
         model = self._model(of_its_size)
         sizes: Sequence[int] = ()
         if of_its_size.size:
             own = [recorded.profile.sizes[0] for recorded in of_its_size.known]
-            sizes = (round(statistics.median(own)) if own else of_its_size.size,)
+            sizes = (size or (round(statistics.median(own)) if own else of_its_size.size),)
         profile = self._typical(model, sizes, usual=bool(goal.max_overhead))
         if goal.everything:
             return plan_round(profile, goal, caution=of_its_size.caution), profile, model
