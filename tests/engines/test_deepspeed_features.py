@@ -23,7 +23,7 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 
 import ds_fgoffload
-from tests.helpers.distributed import run_cases
+from tests.helpers.distributed import Outcome, run_cases
 
 WIDTH, HEADS, LENGTH, SEQUENCES, VOCABULARY, LAYERS = 16, 2, 8, 2, 11, 2
 STEPS, ACCUMULATION = 3, 2
@@ -317,9 +317,7 @@ def micro_batches(feature: Feature) -> Iterator[Tensor]:
     rank = deepspeed.comm.get_rank()
     for number in range(STEPS * ACCUMULATION):
         seed = 10 * number + (0 if feature.same_data else rank)
-        tokens = torch.randint(
-            0, VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed)
-        )
+        tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed))
         yield tokens.chunk(2, dim=1)[rank] if feature.sequence_parallel else tokens
 
 
@@ -380,31 +378,38 @@ def plain(name: str) -> list[Tensor]:
     return train(FEATURES[name], None)[0]
 
 
-def compare(name: str, section: str) -> None:
+def compare(name: str, section: str) -> list[str]:
+    """What is wrong, once both have trained: a rank that raised would leave its peer in a collective."""
     feature = FEATURES[name]
     expected = plain(name)
     found, stats = train(feature, section_of(feature, section))
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), f"result {number} of {len(found)} differs"
+    wrong: list[str] = []
+    if len(found) != len(expected):
+        wrong.append(f"{len(found)} results instead of {len(expected)}")
+    differing = [number for number, pair in enumerate(zip(found, expected, strict=False)) if not torch.equal(*pair)]
+    if differing:
+        wrong.append(f"results {differing} of {len(found)} differ")
     refused = {name: unit.recompute_refused for name, unit in stats.units.items() if unit.recompute_refused}
     reason = {"offload": "", "cheap": feature.cheap_is_refused, "whole": feature.whole_is_refused}[section]
-    assert bool(refused) == bool(reason), refused
-    assert all(reason in refusal for refusal in refused.values()), refused
+    if bool(refused) != bool(reason) or any(reason not in refusal for refusal in refused.values()):
+        wrong.append(f"refused {refused}, not because {reason!r}")
     calls = {"offload": 0, "cheap": feature.cheap_calls, "whole": 0 if reason else feature.whole_calls}[section]
-    assert stats.recomputations == STEPS * ACCUMULATION * calls
-    assert stats.offloaded_bytes > 0
-    assert stats.live_host_bytes == 0
+    if stats.recomputations != STEPS * ACCUMULATION * calls:
+        wrong.append(f"{stats.recomputations} recomputations instead of {STEPS * ACCUMULATION * calls}")
+    if not stats.offloaded_bytes or stats.live_host_bytes:
+        wrong.append(f"{stats.offloaded_bytes} bytes went to the host and {stats.live_host_bytes} stayed there")
+    return wrong
 
 
 CASES = {f"{name}: {section}": (name, section) for name in FEATURES for section in SECTIONS}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Any:
+def outcomes() -> dict[str, Outcome]:
     return run_cases(compare, CASES)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bits_or_refused(case: str, outcomes: Any) -> None:
-    outcomes[case].check()
+def test_the_same_bits_or_refused(case: str, outcomes: dict[str, Outcome]) -> None:
+    assert outcomes[case].check() == ([], [])
