@@ -196,6 +196,10 @@ def expert_groups(model: nn.Module) -> Any:
     return split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
 
 
+NORMS, ACTIVATIONS = "layers.*norm?", "*.act"
+CHEAP = (NORMS, ACTIVATIONS)
+
+
 @dataclass
 class Feature:
     """A feature of DeepSpeed, and what units of ours do with it."""
@@ -203,16 +207,13 @@ class Feature:
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 1})
     config: dict[str, Any] = field(default_factory=dict)
     model: Callable[[], nn.Module] = plain_model
-    whole: str = "re:layers\\.[0-9]+\\.mlp"
-    """A unit under recompute that contains what is special."""
-    whole_calls: int = LAYERS
-    """Its calls that are made again in a micro-batch."""
-    whole_is_refused: str = ""
-    """Why it is not recomputed, if it is not."""
-    cheap_calls: int = 3 * LAYERS
-    """Calls of norms and activation functions that are made again in a micro-batch."""
     offloaded: str = "re:layers\\.[0-9]+"
-    cheap: tuple[str, ...] = ("layers.*norm?", "*.act")
+    recompute: tuple[str, ...] = (*CHEAP, "re:layers\\.[0-9]+\\.mlp")
+    """The last one contains what is special."""
+    calls: int = 3 * LAYERS
+    """Calls that are made again in a micro-batch; a unit inside a unit is part of it."""
+    refused: str = ""
+    """Why what is special is not recomputed, if it is not."""
     gradients: bool = True
     """False: DeepSpeed does not give them out here, and weights alone are compared."""
     parameter_groups: Callable[[nn.Module], Any] | None = None
@@ -229,7 +230,9 @@ class Feature:
     package: str = ""
     """What has to be installed."""
     known_fault: str = ""
-    """What is wrong with ``whole`` recomputed."""
+    """What is wrong where it is recomputed."""
+    full: bool = False
+    """Much like another one, and so run by ``pytest -m full`` only."""
 
 
 def is_installed(package: str) -> bool:
@@ -250,12 +253,11 @@ AUTOTP = {
 }
 CPU = {"device": "cpu"}
 WEAK = {"zero_force_ds_cpu_optimizer": False}  # else DeepSpeed compiles its Adam for the host
-TILED_INNER = LAYERS * 2  # norms; what a tile calls runs in backward, or without gradients
-REFUSED_BACKWARD = "runs a backward"
 DOUBLED = "a backward inside a forward that is recomputed adds its gradients a second time"
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
 SPLIT: dict[str, Any] = {
-    "whole": "re:layers\\.[0-9]+\\.attention",
+    "recompute": (*CHEAP, "re:layers\\.[0-9]+\\.attention"),
+    "calls": 4 * LAYERS,
     "sequence_parallel": True,
     "same_data": True,
 }
@@ -264,30 +266,32 @@ FEATURES: dict[str, Feature] = {
     "moe, tokens dropped": Feature(
         model=partial(with_mlp, partial(Experts, drop_tokens=True, k=1)),
         parameter_groups=expert_groups,
-        whole_is_refused="sets the attribute",  # the router's loss
-        cheap_calls=4 * LAYERS,
+        recompute=(NORMS, "re:layers\\.[0-9]+\\.mlp"),
+        calls=2 * LAYERS,
+        refused="sets the attribute",  # the router's loss
     ),
     "moe, no token dropped": Feature(
         {"stage": 2},
         model=partial(with_mlp, partial(Experts, drop_tokens=False, k=2)),
         parameter_groups=expert_groups,
-        whole="*.experts",
-        cheap_calls=4 * LAYERS,
+        recompute=(NORMS, "*.experts"),
     ),
-    "tiled mlp, zero2": Feature({"stage": 2}, model=partial(with_mlp, Tiled), cheap_calls=TILED_INNER),
-    "tiled mlp, zero3": Feature({"stage": 3}, model=partial(with_mlp, Tiled), cheap_calls=TILED_INNER),
+    "tiled mlp, zero2": Feature({"stage": 2}, model=partial(with_mlp, Tiled), full=True),
+    "tiled mlp, zero3": Feature({"stage": 3}, model=partial(with_mlp, Tiled)),
     **{
         f"tiled logits loss, zero{stage}": Feature(
             {"stage": stage},
             model=partial(with_loss, TiledLoss),
-            whole="loss",
-            whole_is_refused=REFUSED_BACKWARD,
+            recompute=(*CHEAP, "loss"),
+            refused="runs a backward",
             known_fault=DOUBLED,
         )
         for stage in (1, 3)
     },
-    "sequence tiled loss": Feature({"stage": 3}, model=partial(with_loss, SequenceTiledLoss), whole="loss"),
-    "optimizer on the host, zero2": Feature({"stage": 2, "offload_optimizer": CPU}, WEAK),
+    "sequence tiled loss": Feature(
+        {"stage": 3}, model=partial(with_loss, SequenceTiledLoss), recompute=(*CHEAP, "loss")
+    ),
+    "optimizer on the host, zero2": Feature({"stage": 2, "offload_optimizer": CPU}, WEAK, full=True),
     "optimizer on the host, zero3": Feature({"stage": 3, "offload_optimizer": CPU}, WEAK),
     "parameters on the host": Feature(
         {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU, "stage3_param_persistence_threshold": 0}, WEAK
@@ -302,33 +306,32 @@ FEATURES: dict[str, Feature] = {
     "bf16 optimizer": Feature(
         config={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, optimizer="BF16_Optimizer"
     ),
-    "fp16, zero2": Feature({"stage": 2}, FP16, overflows=True),
+    "fp16, zero2": Feature({"stage": 2}, FP16, overflows=True, full=True),
     "fp16, zero3": Feature({"stage": 3}, FP16, overflows=True),
-    "lora, zero2": Feature({"stage": 2}, model=lora, cheap_calls=2 * LAYERS),
-    "lora, zero3": Feature({"stage": 3, "stage3_param_persistence_threshold": 0}, model=lora, cheap_calls=2 * LAYERS),
-    "peft, zero2": Feature({"stage": 2}, model=peft_lora, cheap_calls=3 * LAYERS - 1, package="peft"),
+    "lora, zero2": Feature({"stage": 2}, model=lora, calls=2 * LAYERS + 1, full=True),
+    "lora, zero3": Feature({"stage": 3, "stage3_param_persistence_threshold": 0}, model=lora, calls=2 * LAYERS + 1),
+    "peft, zero2": Feature({"stage": 2}, model=peft_lora, calls=3 * LAYERS - 1, package="peft", full=True),
     "peft, zero3": Feature(
         {"stage": 3, "stage3_param_persistence_threshold": 0},
         model=peft_lora,
-        cheap_calls=3 * LAYERS - 1,
+        calls=3 * LAYERS - 1,
         package="peft",
     ),
     "boundary by hand": Feature({"stage": 2}, stepping="boundary"),
     "no_sync": Feature({"stage": 1}, stepping="no_sync"),
     "accelerate": Feature({"stage": 2}, stepping="accelerate", gradients=False, package="accelerate"),
     "engine.compile": Feature(
-        compiled=True, offloaded="*", whole="*", whole_is_refused="torch.compile has compiled", cheap_calls=0
+        compiled=True, offloaded="*", recompute=(*CHEAP, "*"), calls=0, refused="torch.compile has compiled"
     ),
     # what follows leaves groups of ranks behind
-    "ulysses, zero2": Feature({"stage": 2}, model=ulysses, **SPLIT),
+    "ulysses, zero2": Feature({"stage": 2}, model=ulysses, **SPLIT, full=True),
     "ulysses, zero3": Feature({"stage": 3}, model=ulysses, **SPLIT),
     "autotp": Feature(config=AUTOTP, same_data=True),
 }
-SECTIONS = ("offload", "cheap", "whole")
 
 
-def section_of(feature: Feature, name: str) -> dict[str, Any]:
-    recompute = {"offload": [], "cheap": list(feature.cheap), "whole": [feature.whole]}[name]
+def section_of(feature: Feature, *, recomputes: bool) -> dict[str, Any]:
+    recompute = list(feature.recompute) if recomputes else []
     return {"modules": [feature.offloaded], "recompute": recompute, "min_tensor_bytes": 0}
 
 
@@ -452,11 +455,11 @@ def plain(name: str) -> list[Tensor]:
     return train(FEATURES[name], None)[0]
 
 
-def compare(name: str, section: str) -> list[str]:
+def compare(name: str, recomputes: bool) -> list[str]:
     """What is wrong, once both have trained: a rank that raised would leave its peer in a collective."""
     feature = FEATURES[name]
     expected = plain(name)
-    found, stats = train(feature, section_of(feature, section))
+    found, stats = train(feature, section_of(feature, recomputes=recomputes))
     wrong: list[str] = []
     if len(found) != len(expected):
         wrong.append(f"{len(found)} results instead of {len(expected)}")
@@ -465,39 +468,39 @@ def compare(name: str, section: str) -> list[str]:
     if differing:
         wrong.append(f"results {differing} of {len(found)} differ")
     refused = {name: unit.recompute_refused for name, unit in stats.units.items() if unit.recompute_refused}
-    reason = feature.whole_is_refused if section == "whole" else ""
+    reason = feature.refused if recomputes else ""
     if bool(refused) != bool(reason) or any(reason not in refusal for refusal in refused.values()):
         wrong.append(f"refused {refused}, not because {reason!r}")
-    calls = {"offload": 0, "cheap": feature.cheap_calls, "whole": 0 if reason else feature.whole_calls}[section]
-    expected_calls = feature.steps * ACCUMULATION * calls
-    if stats.recomputations != expected_calls or bool(stats.recomputed_bytes) != bool(expected_calls):
-        wrong.append(f"{stats.recomputations} recomputations of {stats.recomputed_bytes} bytes, not {expected_calls}")
+    calls = feature.steps * ACCUMULATION * feature.calls * recomputes
+    if stats.recomputations != calls or bool(stats.recomputed_bytes) != bool(calls):
+        wrong.append(f"{stats.recomputations} recomputations of {stats.recomputed_bytes} bytes instead of {calls}")
     if not stats.offloaded_bytes or stats.live_host_bytes:
         wrong.append(f"{stats.offloaded_bytes} bytes went to the host and {stats.live_host_bytes} stayed there")
     return wrong
 
 
-CASES = {f"{name}, {section}": (name, section) for name in FEATURES for section in SECTIONS}
-INSTALLED = {case: of for case, of in CASES.items() if is_installed(FEATURES[of[0]].package)}
+CASES = {f"{name}{', recompute' * recomputes}": (name, recomputes) for name in FEATURES for recomputes in (False, True)}
 
 
 def marked(case: str) -> Any:
-    name, section = CASES[case]
+    name, recomputes = CASES[case]
     feature = FEATURES[name]
-    marks: list[Any] = []
-    if case not in INSTALLED:
+    marks: list[Any] = [pytest.mark.full] if feature.full else []
+    if not is_installed(feature.package):
         marks.append(pytest.mark.skip(reason=f"{feature.package} is not installed"))
-    if feature.known_fault and section == "whole":
+    if feature.known_fault and recomputes:
         marks.append(pytest.mark.xfail(strict=False, reason=feature.known_fault))
     return pytest.param(case, marks=marks)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    return run_cases(compare, INSTALLED)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """Of the cases that this run has chosen."""
+    chosen = {item.callspec.params["case"] for item in request.session.items if item.path == request.path}
+    return run_cases(compare, {case: of for case, of in CASES.items() if case in chosen})
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_the_same_bits_or_refused(case: str, outcomes: dict[str, Outcome]) -> None:
     assert outcomes[case].check() == ([], [])
