@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -497,3 +499,11 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_the_same_bits_or_refused(case: str, outcomes: dict[str, Outcome]) -> None:
     assert outcomes[case].check() == ([], [])
+
+
+def test_the_table_has_a_line_for_each() -> None:
+    page = (Path(__file__).parents[2] / "docs/composition.md").read_text(encoding="utf-8")
+    section = page.partition("## DeepSpeed's own features")[2].partition("\n## ")[0]
+    last = [line.split("|")[-2] for line in section.splitlines() if "|" in line]
+    names = {name for cell in last for name in re.findall(r"`([^`]+)`", cell) if "::" not in name}
+    assert names == set(FEATURES)
