@@ -127,6 +127,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Another one, as good as always, if a bit of ``tensor`` is another. Does not wait for the device."""
     words = _bits(tensor)
+    if words.storage_offset() % _WORD_BYTES or words.data_ptr() % _WORD_BYTES:
+        words = words.clone()
     odd = words.numel() % _WORD_BYTES
     words, rest = words[: words.numel() - odd].view(torch.int64), words[words.numel() - odd :]
     table, few = words[: words.numel() // _ROW * _ROW].view(-1, _ROW), words[words.numel() // _ROW * _ROW :]
