@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP
 from deepspeed.sequence.layer import DistributedAttention
@@ -159,6 +161,44 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + 2.0 * self.b(self.a(self.dropout(x)))
+
+
+class LigerMlp(nn.Module):
+    """Its backward writes over what it has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from liger_kernel.transformers import LigerSwiGLUMLP
+
+        self.mlp = LigerSwiGLUMLP(SimpleNamespace(hidden_size=WIDTH, intermediate_size=2 * WIDTH, hidden_act="silu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+class LigerLoss(Loss):
+    """Writes the gradient over the logits in forward, and saves that."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        from liger_kernel.transformers import LigerCrossEntropyLoss
+
+        return LigerCrossEntropyLoss()(self.head(x).flatten(0, -2), y.flatten())
+
+
+class LigerFusedLoss(Loss):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        return LigerFusedLinearCrossEntropyLoss()(self.head.weight, x.flatten(0, -2), y.flatten())
+
+
+def liger(loss: Callable[[], nn.Module]) -> nn.Module:
+    from liger_kernel.transformers import LigerRMSNorm
+
+    model = Model(lambda: Attention(Core()), LigerMlp, loss())
+    for layer in model.layers:
+        layer.norm1, layer.norm2 = LigerRMSNorm(WIDTH), LigerRMSNorm(WIDTH)
+    return model
 
 
 def plain_model() -> nn.Module:
@@ -327,6 +367,21 @@ FEATURES: dict[str, Feature] = {
     "autotp": Feature(config=AUTOTP, same_data=True),
 }
 
+ON_A_DEVICE: dict[str, Feature] = {
+    **{f"fp16, zero{stage}": Feature({"stage": stage}, FP16, steps=4, overflows=True) for stage in (1, 2, 3)},
+    "liger": Feature({"stage": 2}, model=partial(liger, LigerFusedLoss), package="liger_kernel"),
+    "liger, zero3": Feature({"stage": 3}, model=partial(liger, LigerFusedLoss), package="liger_kernel"),
+    "liger cross entropy": Feature(
+        {"stage": 2},
+        model=partial(liger, LigerLoss),
+        recompute=(NORMS, "loss.head"),
+        calls=2 * LAYERS,
+        refused="its output is overwritten",
+        package="liger_kernel",
+    ),
+}
+"""What needs a GPU, or is another thing there."""
+
 
 def section_of(feature: Feature, *, recomputes: bool) -> dict[str, Any]:
     recompute = list(feature.recompute) if recomputes else []
@@ -338,6 +393,7 @@ def micro_batches(feature: Feature) -> Iterator[Tensor]:
     for number in range(feature.steps * ACCUMULATION):
         seed = 10 * number + (0 if feature.same_data else rank)
         tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed))
+        tokens = tokens.to(get_accelerator().current_device_name())
         yield tokens.chunk(2, dim=1)[rank] if feature.sequence_parallel else tokens
 
 
@@ -445,18 +501,18 @@ def end(engine: Any, found: list[Tensor]) -> tuple[list[Tensor], Any]:
     engine.destroy()
     groups.mpu = groups.mesh_device = None
     torch._dynamo.reset()
-    return [*found, torch.get_rng_state()], stats
+    return [*found, torch.get_rng_state(), get_accelerator().get_rng_state()], stats
 
 
 @cache
-def plain(name: str) -> list[Tensor]:
-    return train(FEATURES[name], None)[0]
+def plain(name: str, on_a_device: bool) -> list[Tensor]:
+    return train((ON_A_DEVICE if on_a_device else FEATURES)[name], None)[0]
 
 
-def compare(name: str, recomputes: bool) -> list[str]:
+def compare(name: str, recomputes: bool, on_a_device: bool = False) -> list[str]:
     """What is wrong, once both have trained: a rank that raised would leave its peer in a collective."""
-    feature = FEATURES[name]
-    expected = plain(name)
+    feature = (ON_A_DEVICE if on_a_device else FEATURES)[name]
+    expected = plain(name, on_a_device)
     found, stats = train(feature, section_of(feature, recomputes=recomputes))
     wrong: list[str] = []
     if len(found) != len(expected):
@@ -480,8 +536,7 @@ def compare(name: str, recomputes: bool) -> list[str]:
 CASES = {f"{name}{', recompute' * recomputes}": (name, recomputes) for name in FEATURES for recomputes in (False, True)}
 
 
-def marked(case: str) -> Any:
-    feature = FEATURES[CASES[case][0]]
+def marked(case: str, feature: Feature) -> Any:
     marks: list[Any] = [pytest.mark.full] if feature.full else []
     if not is_installed(feature.package):
         marks.append(pytest.mark.skip(reason=f"{feature.package} is not installed"))
@@ -496,9 +551,33 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize("case", [marked(case, FEATURES[of[0]]) for case, of in CASES.items()])
 def test_the_same_bits_or_refused(case: str, outcomes: dict[str, Outcome]) -> None:
     assert outcomes[case].check() == ([], [])
+
+
+@pytest.fixture(scope="module")
+def _device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Makes this process the only rank of a group of the device's."""
+    linear = F.linear  # which ZeRO-3 replaces for good
+    store = f"file://{tmp_path_factory.mktemp('store') / 'store'}"
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with mock.patch.dict(os.environ, variables):
+        backend = get_accelerator().communication_backend_name()
+        torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
+        deepspeed.init_distributed(backend, verbose=False)
+        yield
+        deepspeed.comm.destroy_process_group()
+    F.linear = linear
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(get_accelerator().device_name() != "cuda", reason="needs a GPU")
+@pytest.mark.usefixtures("_device")
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("name", [marked(name, feature) for name, feature in ON_A_DEVICE.items()])
+def test_the_same_bits_on_a_device(name: str, recomputes: bool) -> None:
+    assert compare(name, recomputes, on_a_device=True) == []
 
 
 def test_the_table_has_a_line_for_each() -> None:
@@ -506,4 +585,4 @@ def test_the_table_has_a_line_for_each() -> None:
     section = page.partition("## DeepSpeed's own features")[2].partition("\n## ")[0]
     last = [line.split("|")[-2] for line in section.splitlines() if "|" in line]
     names = {name for cell in last for name in re.findall(r"`([^`]+)`", cell) if "::" not in name}
-    assert names == set(FEATURES)
+    assert names == set(FEATURES) | {name for name in ON_A_DEVICE if name.startswith("liger")}
