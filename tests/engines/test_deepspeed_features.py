@@ -546,7 +546,8 @@ def marked(case: str, feature: Feature) -> Any:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     """Of the cases that this run has chosen."""
-    chosen = {item.callspec.params["case"] for item in request.session.items if item.path == request.path}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {item.callspec.params.get("case") for item in here if not item.get_closest_marker("skip")}
     return run_cases(compare, {case: of for case, of in CASES.items() if case in chosen})
 
 
