@@ -22,7 +22,7 @@ from ds_fgoffload.recompute.conditions import Conditions
 from ds_fgoffload.recompute.read_state import CHANGED, REPLACED, State
 from ds_fgoffload.recompute.side_effects import objection_to
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage, changed_in_place
-from ds_fgoffload.saved.tensors import Layout, is_parameter, is_plain, signature, storage_identity
+from ds_fgoffload.saved.tensors import Layout, checksum, is_parameter, is_plain, signature, storage_identity
 from ds_fgoffload.saved.transfer import drop_memory
 from ds_fgoffload.stats import shown
 
@@ -69,11 +69,16 @@ Made = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class Output:
-    """A storage of a call's output: recognised when it is saved, without being kept."""
+    """A storage of a call's output: recognised when it is saved, without being kept.
 
-    __slots__ = ("_storage", "_version", "layout", "number", "size_bytes")
+    One that is watched knows its values by their checksum: collectives, and kernels that write over their input, change
+    a tensor without counting its version up.
+    """
 
-    def __init__(self, tensor: torch.Tensor, number: int) -> None:
+    __slots__ = ("_checksum", "_storage", "_version", "layout", "number", "size_bytes")
+
+    def __init__(self, tensor: torch.Tensor, number: int, *, is_watched: bool) -> None:
+        self._checksum = checksum(tensor) if is_watched else None
         self.number = number
         """The first tensor of the output over this storage."""
         self.layout = Layout.of(tensor)
@@ -93,6 +98,15 @@ class Output:
     def covers(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor``, over the same storage, has the values that the call gave it."""
         return self._storage.covers(tensor)
+
+    @property
+    def is_zero(self) -> bool:
+        """True if it is watched in vain: a sum over ranks, say, leaves zeros as they are. Waits for the device."""
+        return self._checksum is not None and not bool(self._checksum.any())
+
+    def is_overwritten(self, tensor: torch.Tensor) -> bool:
+        """True if it is watched, and ``tensor``, over the same storage, tells of other values. Waits for the device."""
+        return self._checksum is not None and not torch.equal(checksum(self.layout.over(tensor)), self._checksum)
 
     def check(self, layout: Layout) -> None:
         """Raises ``RuntimeError``, as autograd would, if it was changed in place since."""
@@ -172,7 +186,7 @@ class RecomputedCall:
     """
 
     __slots__ = ("__weakref__", "_layouts", "_leaves", "_objection", "_outputs_count", "_promises", "_runner", "_saves",
-                 "_settled_saves", "_state", "_stream", "_structure", "conditions", "depth", "outputs",
+                 "_settled_saves", "_state", "_stream", "_structure", "_watched", "conditions", "depth", "outputs",
                  "ran_backward")  # fmt: skip
 
     def __init__(
@@ -192,6 +206,7 @@ class RecomputedCall:
         self._promises: tuple[weakref.ref[RecomputedTensor], ...] = ()
         self.outputs: Sequence[Output] = ()
         self._outputs_count = 0
+        self._watched: dict[int, torch.Tensor] = {}
         self.ran_backward = False
         """Whether what the forward has saved was used before it ended."""
 
@@ -259,6 +274,16 @@ class RecomputedCall:
         """Whatever was saved stays, as without recomputation."""
         self._saves = None
 
+    @property
+    def unit(self) -> str:
+        """The name of the unit."""
+        return self._runner.name
+
+    def watch(self, leaves: Sequence[Any]) -> None:
+        """From now on an argument that is overwritten without a word is an error. ``leaves``: the arguments, flat."""
+        plain = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) is torch.Tensor}
+        self._watched = {number: checksum(leaf) for number, leaf in plain.items()}
+
     def promise(self, output: Output, tensor: torch.Tensor) -> RecomputedTensor:
         """``tensor``, a view of ``output``, is saved outside the unit."""
         promise = RecomputedTensor(self, Layout.of(tensor), output, None)
@@ -280,6 +305,12 @@ class RecomputedCall:
             if runner.state() != self._state:
                 raise _changed(runner, self._state)
             leaves = [leaf.tensor() if isinstance(leaf, Argument) else leaf for leaf in self._leaves]
+            if not all(torch.equal(checksum(leaves[number]), known) for number, known in self._watched.items()):
+                raise OffloadStateError(
+                    f"{shown(runner.name)} cannot be recomputed in backward: an argument of it has been overwritten "
+                    "since its forward, by something that counts no version up (a collective in place, a kernel that "
+                    "writes over its input, .data); give it a copy, or take it out of fine_grained_offload.recompute"
+                )
             began = runner.begin()
             args, kwargs = unflatten(leaves, self._structure)
             made, saved = runner.forward(args, kwargs, self.conditions)

@@ -27,6 +27,10 @@ from ds_fgoffload.text.messages import warn
 from ds_fgoffload.text.names import abbreviated
 
 _COMPILED = "torch.compile has compiled it, or a module in it"
+_OVERWRITTEN = (
+    "its output is overwritten afterwards by something that counts no version up (a collective in place, a kernel that "
+    "writes over its input)"
+)
 LONGEST_ROW = 2
 """Most calls that are made again in a row because the output of each is the argument of the next."""
 
@@ -41,6 +45,8 @@ class OpenedCall:
         self.call = call
         self.leaves = leaves
         self.versions = _versions(leaves)
+        if unit.is_watched:
+            call.watch(leaves)
         self.traces = None if unit.is_tried(call) else SideEffects(unit.modules)
         self.gradients = GivenGradients(unit.modules) if self.traces is not None or unit.runs_backward else None
 
@@ -103,6 +109,8 @@ class Recomputer:
         self._around = context
         self._outputs: dict[int, tuple[Output, RecomputedCall]] = {}
         self._in_forward = False
+        self._seen: set[RecomputedUnit] = set()
+        self._in_vain: set[RecomputedUnit] = set()
         self._refused: dict[str, list[RecomputedUnit]] = {}
 
     @property
@@ -126,6 +134,10 @@ class Recomputer:
 
     def forward_ended(self) -> None:
         self._outputs.clear()
+        for unit in self._seen - self._in_vain:
+            unit.is_watched = False
+        self._seen.clear()
+        self._in_vain.clear()
         self._in_forward = False
         self._tell_what_is_refused()
 
@@ -201,8 +213,10 @@ class Recomputer:
         outputs: list[Output] = []
         for number, tensor in enumerate(made):
             if storage_identity(tensor) not in given and tensor.untyped_storage().nbytes():
-                outputs.append(Output(tensor, number))
+                outputs.append(Output(tensor, number, is_watched=unit.is_watched))
                 given.add(outputs[-1].identity)
+        if unit.is_watched:
+            self._seen.add(unit)
         call.settle(made, outputs, unit.outside)
         if self._in_forward:
             self._outputs.update((output.identity, (output, call)) for output in outputs)
@@ -218,7 +232,14 @@ class Recomputer:
         if found is None:
             return None
         output, call = found
-        return call.promise(output, tensor) if is_plain(tensor) and output.covers(tensor) else None
+        if not is_plain(tensor) or not output.covers(tensor):
+            return None
+        if output.is_overwritten(tensor):
+            self.refuse(self.units[call.unit], _OVERWRITTEN)
+            return None
+        if output.is_zero:
+            self._in_vain.add(self.units[call.unit])
+        return call.promise(output, tensor)
 
     def refuse(self, unit: RecomputedUnit, reason: str) -> None:
         """From now on the unit keeps what it saves."""

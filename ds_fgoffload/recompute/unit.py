@@ -67,6 +67,8 @@ class RecomputedUnit:
         self.outside: frozenset[int] = frozenset()
         """Saves that are tensors from elsewhere, found when the unit was tried."""
         self._surroundings = context
+        self.is_watched = True
+        """Whether its outputs and arguments are looked at for changes that count no version up: at first only."""
         self.runs_backward = False
         """Whether the forward runs a backward of its own, found when the unit was tried."""
         self._tried: set[tuple[bool, ...]] = set()

@@ -25,14 +25,17 @@ from ds_fgoffload.planning.planner import PlanGoal
 from ds_fgoffload.planning.tuner import Tuner
 from ds_fgoffload.saved.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage, SavedView
-from ds_fgoffload.saved.tensors import Layout, storage_identity
+from ds_fgoffload.saved.tensors import Layout, checksum, storage_bytes, storage_identity
 from ds_fgoffload.saved.transfer import Death, Parcel, State, Transfer
 from ds_fgoffload.schedule.plan import Act, Action, Plan, Site, Verb
 from ds_fgoffload.schedule.schedule import Schedule
-from ds_fgoffload.stats import OffloadStats, RoundStats, UnitStats, total
+from ds_fgoffload.stats import OffloadStats, RoundStats, UnitStats, shown, total
+from ds_fgoffload.text.messages import warn
 
 ALONE_BYTES = 1 << 20
 """A storage of this size or more travels alone: copies of 1 MiB already run at nine tenths of the link's rate."""
+WATCHED = 1
+"""So many micro-batches at first in which the bytes of a storage that is saved again are compared: the host waits."""
 PARCEL_BYTES = 16 << 20
 """A parcel of smaller ones is sent off at the latest when it has this size."""
 
@@ -117,6 +120,8 @@ class Offloader:
         self._deaths: deque[Death] = deque()
         self._parcels: dict[int, weakref.ref[Parcel]] = {}
         self._by_identity: dict[int, weakref.ref[SavedStorage]] = {}
+        self._overwrite: set[str] = set()
+        """Units that save what was saved before and overwritten since: each of their saves is one of its own."""
         self._live_host_bytes = 0
         self._last_key = 0
         self._micro_batch = 0
@@ -184,9 +189,11 @@ class Offloader:
                 scope.stats.skipped[reason] += 1
                 return KeptTensor(tensor)
             scope.saves += 1
-            storage = self._saved_before(tensor)
+            storage = self._saved_before(scope, tensor)
             if storage is None:
                 storage = SavedStorage(tensor, self._transfer.compute())
+                if self._micro_batch <= WATCHED:
+                    storage.checksum = checksum(storage_bytes(tensor))
                 self._by_identity[storage.original.identity] = weakref.ref(storage)
                 self._send(scope, storage)
             else:
@@ -233,10 +240,21 @@ class Offloader:
             if self._tuner is not None:
                 self._tuner.look()
 
-    def _saved_before(self, tensor: torch.Tensor) -> SavedStorage | None:
+    def _saved_before(self, scope: Scope, tensor: torch.Tensor) -> SavedStorage | None:
         found = self._by_identity.get(storage_identity(tensor))
         storage = None if found is None else found()
-        return storage if storage is not None and storage.covers(tensor) else None
+        if storage is None or scope.unit in self._overwrite or not storage.covers(tensor):
+            return None
+        # A collective, or a kernel that writes over its input, counts no version up.
+        if storage.checksum is None or torch.equal(storage.checksum, checksum(storage_bytes(tensor))):
+            return storage
+        self._overwrite.add(scope.unit)
+        warn(
+            f"fine_grained_offload: {shown(scope.unit)} saves a storage that was saved before and overwritten since by "
+            "something that counts no version up (a collective in place, a kernel that writes over its input, .data); "
+            "so each tensor that it saves is copied by itself"
+        )
+        return None
 
     def _send(self, scope: Scope, storage: SavedStorage) -> None:
         """A storage that nobody had saved: off to the host, alone or packed with others, unless the plan keeps it."""

@@ -21,8 +21,20 @@ class SavedStorage:
         compute: the stream on which it was made.
     """
 
-    __slots__ = ("__weakref__", "_offset", "_owner", "_restored", "_restored_from", "_version", "alias", "compute",
-                 "original", "parcel", "size_bytes")  # fmt: skip
+    __slots__ = (
+        "__weakref__",
+        "_offset",
+        "_owner",
+        "_restored",
+        "_restored_from",
+        "_version",
+        "alias",
+        "checksum",
+        "compute",
+        "original",
+        "parcel",
+        "size_bytes",
+    )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, compute: Any) -> None:
         self.size_bytes = tensor.untyped_storage().nbytes()
@@ -33,6 +45,8 @@ class SavedStorage:
         self._owner = weakref.ref(_owner_of_version_counter(tensor))
         self.compute = compute
         self.parcel: Parcel | None = None
+        self.checksum: torch.Tensor | None = None
+        """Of its bytes when it was saved, if somebody asked for it."""
         self._offset = 0
         self._restored: torch.Tensor | None = None
         self._restored_from: torch.Tensor | None = None

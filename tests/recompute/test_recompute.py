@@ -21,7 +21,9 @@ from ds_fgoffload.device.streams import SynchronousStreams
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.host_memory import pool as pool_module
 from ds_fgoffload.host_memory.pool import HostPool
+from ds_fgoffload.recompute import call as recompute_call
 from ds_fgoffload.recompute import cost as recompute_cost
+from ds_fgoffload.saved.tensors import checksum
 
 WIDTH = 16
 
@@ -364,6 +366,85 @@ def test_an_argument_changed_after_the_call_is_an_error_as_without(recompute):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(data()).sum().backward()
+
+
+OVERWRITTEN = (
+    "its output is overwritten afterwards by something that counts no version up (a collective in place, a kernel that "
+    "writes over its input)"
+)
+
+
+def _double_unseen(y):
+    """As a collective or a kernel of Triton does that writes over its input: no version is counted up."""
+    y.data.mul_(2)
+    return y
+
+
+class _ReducedInPlace(torch.autograd.Function):
+    """A row-parallel layer's sum over ranks, as Megatron and DeepSpeed write it."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return _double_unseen(y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("unit", [nn.GELU(), nn.Linear(WIDTH, WIDTH)])
+def test_an_output_overwritten_unseen_before_it_is_saved_is_kept(unit, warnings):
+    attachment = compare(Around(unit, lambda unit, after, x: after(_ReducedInPlace.apply(unit(x)))), recompute=["unit"])
+    assert refused(attachment) == {"unit": OVERWRITTEN}
+    assert len(warnings()) == 1
+
+
+def test_an_output_overwritten_unseen_between_two_units_is_kept():
+    unit = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.GELU()])
+    use = lambda unit, after, x: after(unit[1](_ReducedInPlace.apply(unit[0](x))))  # noqa: E731
+    attachment = compare(Around(unit, use), recompute=["unit.*"])
+    assert refused(attachment) == {"unit.0": OVERWRITTEN}
+    assert recomputations(attachment)["unit.1"] == 3
+
+
+def test_an_output_that_is_zero_at_first_is_watched_until_it_is_not():
+    unit = nn.Linear(WIDTH, WIDTH)
+    nn.init.zeros_(unit.weight)
+    nn.init.zeros_(unit.bias)
+
+    def step(model, number):
+        with torch.no_grad():  # as an optimizer's step
+            model.unit.weight.add_(number)
+        return model(data(number)).square().sum()
+
+    use = lambda unit, after, x: after(_ReducedInPlace.apply(unit(x)))  # noqa: E731
+    attachment = compare(Around(unit, use), partial(train, loss_of=step), recompute=["unit"])
+    assert refused(attachment) == {"unit": OVERWRITTEN}
+
+
+def test_an_argument_overwritten_unseen_after_the_call_is_an_error():
+    def use(unit, after, x):
+        x = x.sin()
+        y = after(unit(x))
+        _double_unseen(x)
+        return y
+
+    model = Around(nn.ReLU(), use)  # which saves its output, and so does not mind
+    ds_fgoffload.attach(model, {"recompute": ["unit"], "min_tensor_bytes": 0})
+    with pytest.raises(OffloadStateError, match="unit cannot be recomputed in backward: an argument"):
+        model(data()).sum().backward()
+
+
+def test_outputs_are_watched_in_the_first_micro_batch_only(monkeypatch):
+    sums = []
+    monkeypatch.setattr(recompute_call, "checksum", lambda tensor: sums.append(tensor) or checksum(tensor))
+    model = Around(nn.GELU())
+    ds_fgoffload.attach(model, {"recompute": ["unit"]})
+    train(model, 1)
+    assert sums
+    sums.clear()
+    train(model, 2)
+    assert not sums
 
 
 def test_a_parameter_changed_before_backward_is_an_error():

@@ -481,6 +481,39 @@ def test_detached_tensors_over_one_storage_share_one_copy(section):
     assert stats.saved_bytes == 2 * rows().nbytes  # the input, and y
 
 
+class TwoSlots(nn.Module):
+    """What it receives lies in two parts of one buffer, as in ring attention: no collective counts a version up."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        buffer = torch.zeros(2, *x.shape)
+        buffer.data[0].copy_(x)
+        first = self.weight * buffer[0]
+        buffer.data[1].copy_(3 * x)
+        return self.out(first + self.weight * buffer[1])
+
+
+class SummedInPlace(nn.Module):
+    """Saves the output of ReLU, which is then summed over ranks, and saved again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.inner(x).relu()
+        y.data.mul_(2)
+        return self.out(y)
+
+
+@pytest.mark.parametrize("model", [TwoSlots, SummedInPlace])
+def test_what_is_overwritten_without_a_word_between_two_saves_is_copied_twice(model, section):
+    compare(nn.Sequential(nn.Linear(WIDTH, WIDTH), model()), train(torch.randn(4, WIDTH)), section)
+
+
 def test_bytes_that_went_out_are_all_accounted_for(section):
     stats = compare(nn.Sequential(Block(), Block()), train(rows(2, 6)), section)
     assert stats.saved_bytes == stats.offloaded_bytes + stats.kept_bytes

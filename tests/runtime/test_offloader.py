@@ -11,6 +11,7 @@ from ds_fgoffload.runtime import offloader as offloader_module
 from ds_fgoffload.runtime.offloader import Offloader
 from ds_fgoffload.saved.eligibility import Eligibility
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedView
+from ds_fgoffload.saved.tensors import checksum
 from ds_fgoffload.saved.transfer import Transfer
 from ds_fgoffload.schedule.plan import Action, Plan, Site
 
@@ -126,6 +127,35 @@ def test_a_storage_that_was_changed_is_saved_anew(alone):
     with pytest.raises(RuntimeError, match="inplace operation"):
         runtime.offloader.unpack(old)
     assert torch.equal(runtime.offloader.unpack(new), x)
+
+
+def test_a_storage_that_was_overwritten_without_a_word_is_saved_anew_from_then_on(alone, monkeypatch):
+    told = []
+    monkeypatch.setattr(offloader_module, "warn", told.append)
+    runtime = Runtime()
+    for number in range(1, 4):
+        x = tensor()
+        old = runtime.call("a", x)
+        x.data.add_(1)  # as a collective does
+        (new,) = runtime.call("b", x)
+        assert runtime.stats().saved_bytes == number * 2 * BYTES
+        assert torch.equal(runtime.offloader.unpack(new), x)
+        del old
+        runtime.offloader.begin_micro_batch()
+    (sentence,) = told
+    assert sentence.startswith("fine_grained_offload: b saves a storage that was saved before and overwritten since")
+
+
+def test_bytes_are_compared_in_the_first_micro_batch_only(alone, monkeypatch):
+    sums = []
+    monkeypatch.setattr(offloader_module, "checksum", lambda storage: sums.append(storage) or checksum(storage))
+    runtime = Runtime()
+    x = tensor()
+    runtime.call("a", x, x[:2])
+    assert len(sums) == 2
+    runtime.offloader.begin_micro_batch()
+    runtime.call("a", tensor())
+    assert len(sums) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from ds_fgoffload.saved.tensors import Layout, storage_bytes
+from ds_fgoffload.saved.tensors import Layout, checksum, storage_bytes
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -139,3 +139,16 @@ def test_storage_bytes_are_all_bytes_of_the_storage_and_no_copy():
     assert content.shape == (48,)
     content.zero_()
     assert torch.equal(whole, torch.zeros(12))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("begin", "elements"), [(0, 1), (1, 7), (3, 5000), (0, 4096)])
+def test_a_checksum_tells_of_one_bit_and_of_an_exchange(dtype, begin, elements):
+    tensor = filled(dtype, 8192)[begin : begin + elements]
+    known = checksum(tensor)
+    assert torch.equal(checksum(tensor.clone()), known)
+    other = tensor.clone()
+    other.view(torch.uint8)[-1] ^= 1
+    assert not torch.equal(checksum(other), known)
+    turned = tensor.roll(elements // 2)
+    assert torch.equal(checksum(turned), known) == torch.equal(bits(turned), bits(tensor))
