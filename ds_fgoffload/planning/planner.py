@@ -52,7 +52,7 @@ def plan_round(profile: RoundProfile, goal: PlanGoal, *, caution: float = 1.0) -
     if goal.everything:
         outcome = the_round.simulate(the_round.candidates, in_time_only=False)
         return _forecast(the_round, outcome, moved=None)
-    ranked = the_round.ranked(the_round.candidates - profile.held)
+    ranked = the_round.ranked(profile.held)
     best = the_round.lowest_peak(ranked)
     free = the_round.simulate(best)
     choices = (best, set(ranked))
@@ -77,7 +77,7 @@ def plan_round(profile: RoundProfile, goal: PlanGoal, *, caution: float = 1.0) -
     limit_bytes = max(limit_bytes, found.peak_bytes)
     useful = the_round.useful(found, limit_bytes)
     final = the_round.fewest(
-        [place for place in ranked if place in useful],
+        [number for number in ranked if number in useful],
         limit_bytes,
         allowed_ms=found.stalled_ms,
         in_time_only=in_time_only,
