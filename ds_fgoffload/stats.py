@@ -94,6 +94,8 @@ class Planned:
     """Highest device memory; None: memory was not asked for, since the plan copies everything anyway."""
     peak_without_bytes: int | None = None
     """The same without offloading."""
+    verdict: str | None = None
+    """Why offloading does not pay, so that nothing is moved; None: it does."""
 
     @property
     def freed_bytes(self) -> int | None:
@@ -101,6 +103,22 @@ class Planned:
         if self.peak_bytes is None or self.peak_without_bytes is None:
             return None
         return self.peak_without_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a round that went by the plan did, beside what the plan foresaw for a round of its size."""
+
+    saved_bytes: int
+    foreseen_saved_bytes: int
+    peak_bytes: int
+    """Highest device memory at a moment of the round, as in :class:`Planned`."""
+    foreseen_peak_bytes: int
+    stalled_ms: float
+    """Time for which compute, or a read of the device, waited for copies."""
+    foreseen_stalled_ms: float
+    length_ms: float
+    """Of the round, without such waits."""
 
 
 @dataclass
@@ -126,10 +144,12 @@ class RoundStats:
     planned: Planned | None = None
     """None: nothing is planned yet, or the user has set windows."""
     reads: list[ReadDelay] = field(default_factory=list)
+    measured: Measured | None = None
+    """None: no round has gone by the present plan yet in which memory was looked at."""
 
     def copy(self) -> RoundStats:
         """A snapshot."""
-        return RoundStats(self.planned, [replace(read) for read in self.reads])
+        return RoundStats(self.planned, [replace(read) for read in self.reads], self.measured)
 
 
 @dataclass

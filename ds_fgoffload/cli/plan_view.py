@@ -133,6 +133,8 @@ def _remarks(plan: WhatIf) -> Iterator[Text]:
         f"link: {_percent(plan.link_out)} of {rate(plan.d2h_bytes_per_ms)} out, "
         f"{_percent(plan.link_in)} of {rate(plan.h2d_bytes_per_ms)} in"
     )
+    if plan.verdict is not None:
+        yield Text(plan.verdict, style="yellow")
     if not plan.fits:
         over_bytes = plan.peak_bytes - plan.room_bytes
         yield Text(
@@ -324,6 +326,7 @@ def _plain(found: Found) -> dict[str, Any]:
         "freed_bytes": plan.freed_bytes,
         "room_bytes": plan.room_bytes,
         "fits": plan.fits,
+        "verdict": plan.verdict,
         "saved_bytes": plan.saved_bytes,
         "moved_bytes": plan.moved_bytes,
         "link": {

@@ -38,6 +38,8 @@ class Forecast(NamedTuple):
     """Highest memory at a moment of the round; without offloading it is the profile's."""
     stalled_ms: float
     copied_bytes: int
+    verdict: str | None = None
+    """Why offloading does not pay, and nothing moves; None: it does."""
 
 
 def plan_round(profile: RoundProfile, goal: PlanGoal, *, caution: float = 1.0) -> Forecast:

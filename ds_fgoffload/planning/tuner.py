@@ -25,10 +25,12 @@ from ds_fgoffload.planning.plan_file import Known, PlanStore, is_slower
 from ds_fgoffload.planning.planner import Forecast, PlanGoal, plan_round
 from ds_fgoffload.planning.replay import waits_ms
 from ds_fgoffload.planning.step_model import StepModel
+from ds_fgoffload.planning.verdict import verdict
 from ds_fgoffload.profiling.profile import RoundProfile
 from ds_fgoffload.profiling.recorder import Recorded, Recorder
 from ds_fgoffload.schedule.plan import NOTHING_KNOWN, NOTHING_MOVES, Moment, Place, Points
-from ds_fgoffload.stats import Planned
+from ds_fgoffload.stats import Measured, Planned
+from ds_fgoffload.text.messages import warn
 from ds_fgoffload.text.sentences import plan_sentence
 
 LAST_ROUNDS = 3
@@ -173,6 +175,9 @@ class Tuner:
         self._recorder = recorder
         self._recorder.measure(measure=goal is not None and not goal.everything)
         self._classes: list[SizeClass] = []
+        self._compares = False
+        """Whether memory is looked at in the next round that goes by the plan, to compare it with what was foreseen."""
+        self._told_verdict = False
         self._held: set[Place] = set()
         self._came: set[Moment] = set()
         self._optional: set[Moment] = set()
@@ -324,7 +329,7 @@ class Tuner:
 
     def _consider(self, recorded: Recorded) -> None:
         self._rounds += 1
-        if self._rounds > MEASURED_ROUNDS:
+        if self._rounds > MEASURED_ROUNDS and not self._compares:
             self._recorder.measure(measure=False)
         profile = recorded.profile
         if self._goal is None or self._rounds == 1 or not profile.d2h_bytes_per_ms:
@@ -343,6 +348,7 @@ class Tuner:
         if forecast is None:
             of_its_size.wants_plan = True
             return
+        self._compare(of_its_size, forecast, recorded)
         self._count_regret(of_its_size, forecast, recorded)
         if changed or len(of_its_size.last) < LAST_ROUNDS or of_its_size.wants_plan:
             of_its_size.settled = of_its_size.settled and not changed
@@ -366,6 +372,27 @@ class Tuner:
             of_its_size.add(recorded)
             self._held |= recorded.profile.held
         return of_its_size
+
+    def _compare(self, of_its_size: SizeClass, forecast: Forecast, recorded: Recorded) -> None:
+        """What was measured of a round with what was foreseen, for the user: once the plan has settled."""
+        profile, model = of_its_size.profile, of_its_size.model
+        if of_its_size is not self._largest() or recorded.points is not forecast.points:
+            return
+        if not recorded.with_memory or profile is None or model is None:
+            return
+        then_bytes, now_bytes = (model.bytes_saved(of.sizes) for of in (profile, recorded.profile))
+        larger = now_bytes / then_bytes if then_bytes else 1.0
+        least_bytes = min(passed.memory_bytes for passed in profile.passed)
+        self._compares = False
+        self._recorder.rounds.measured = Measured(
+            saved_bytes=_saved_bytes(recorded.profile),
+            foreseen_saved_bytes=round(larger * _saved_bytes(profile)),
+            peak_bytes=recorded.highest_bytes,
+            foreseen_peak_bytes=round(least_bytes + larger * max(0, forecast.peak_bytes - least_bytes)),
+            stalled_ms=recorded.profile.stalled_ms,
+            foreseen_stalled_ms=forecast.stalled_ms,
+            length_ms=recorded.profile.length_ms,
+        )
 
     def _count_regret(self, of_its_size: SizeClass, forecast: Forecast, recorded: Recorded) -> None:
         """What compute waits beyond what is allowed is bounded: the plan is given up before it adds up."""
@@ -483,7 +510,7 @@ class Tuner:
         ):
             of_its_size.most_waits_ms = float(by_round_ms.max())
             forecast = forecast._replace(stalled_ms=max(forecast.stalled_ms, float(by_round_ms.mean())))
-            return forecast, profile, model
+            return self._if_it_pays(forecast, profile, goal, model), profile, model
         # The rounds are not like a typical one: the plan says what moves, and when it does follows from what comes.
         of_its_size.most_waits_ms = 0.0
         profile = self._typical(model, sizes, usual=True)
@@ -491,7 +518,15 @@ class Tuner:
         if profile.peak_bytes > self._room_bytes():
             allowed_ms = math.inf
         times = model.timetable(sizes, of_its_size.caution, allowed_ms)
-        return forecast._replace(points=replace(forecast.points, times=times)), profile, model
+        forecast = forecast._replace(points=replace(forecast.points, times=times))
+        return self._if_it_pays(forecast, profile, goal, model), profile, model
+
+    def _if_it_pays(self, forecast: Forecast, profile: RoundProfile, goal: PlanGoal, model: StepModel) -> Forecast:
+        largest = self._largest()
+        if largest is not None and profile.sizes and largest.size > profile.sizes[0]:
+            return forecast  # it frees what its rounds need above the peak of the largest, however little that is
+        why_not = verdict(profile, forecast, goal)
+        return forecast if why_not is None else _nothing(model, profile)._replace(verdict=why_not)
 
     def _typical(self, model: StepModel, sizes: Sequence[int], *, usual: bool) -> RoundProfile:
         # What is held is seen only in rounds in which it is to leave.
@@ -522,6 +557,12 @@ class Tuner:
         if of_its_size is not self._largest():
             return
         planned = self._recorder.rounds.planned = _planned(forecast, profile)
+        self._recorder.rounds.measured = None
+        self._compares = planned.peak_bytes is not None
+        self._recorder.measure(measure=self._compares)
+        if forecast.verdict is not None and not self._told_verdict:
+            self._told_verdict = True
+            warn(f"fine_grained_offload: {forecast.verdict}")
         logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_sentence(planned)}")
         if peak_before_bytes is None or abs(forecast.peak_bytes - peak_before_bytes) > WORTH_IT * planned.saved_bytes:
             for smaller in self._classes:
@@ -544,9 +585,14 @@ def _planned(forecast: Forecast, profile: RoundProfile) -> Planned:
     without_bytes = profile.peak_bytes or None
     return Planned(
         forecast.copied_bytes,
-        saved_bytes=sum(passed.size_bytes for passed in profile.passed),
+        saved_bytes=_saved_bytes(profile),
         stalled_ms=forecast.stalled_ms,
         length_ms=profile.length_ms,
         peak_bytes=None if without_bytes is None else forecast.peak_bytes,
         peak_without_bytes=without_bytes,
+        verdict=forecast.verdict,
     )
+
+
+def _saved_bytes(profile: RoundProfile) -> int:
+    return sum(passed.size_bytes for passed in profile.passed)

@@ -124,6 +124,8 @@ class WhatIf:
     d2h_bytes_per_ms: float
     h2d_bytes_per_ms: float
     curve: Sequence[CurvePoint]
+    verdict: str | None
+    """Why offloading does not pay, so that nothing is moved; None: it does."""
 
     @property
     def freed_bytes(self) -> int:
@@ -212,6 +214,7 @@ def what_if(file: PlanFile, settings: Settings, *, overheads: Sequence[float] = 
         profile.d2h_bytes_per_ms,
         profile.h2d_bytes_per_ms,
         curve,
+        forecast.verdict,
     )
 
 

@@ -45,6 +45,8 @@ class Recorded:
     with_memory: bool
     peak_between_bytes: int
     """Memory at its highest between two moments, less the highest at one; 0 if that is not known."""
+    highest_bytes: int = 0
+    """Device memory at its highest at a moment; 0 if that is not known."""
 
 
 class Recorder:
@@ -192,7 +194,8 @@ class Recorder:
             if over.marks:
                 profile = self._profile(over, ms_of, stalled_ms)
                 highest_bytes = max(mark.memory_bytes for mark in over.marks)
-                return Recorded(profile, over.points, highest_bytes > 0, max(0, over.peak_bytes - highest_bytes))
+                between_bytes = max(0, over.peak_bytes - highest_bytes)
+                return Recorded(profile, over.points, highest_bytes > 0, between_bytes, highest_bytes)
         return None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_fgoffload.stats import Planned, ReadDelay, RoundStats, shown
+from ds_fgoffload.stats import Measured, Planned, ReadDelay, RoundStats, shown
 from ds_fgoffload.text.names import families, shape
 from ds_fgoffload.text.sizes import human
 
@@ -16,6 +16,10 @@ def sentences(rounds: RoundStats) -> list[str]:
         if rounds.planned is None
         else [plan_sentence(rounds.planned) + "; the table counts the rounds before it, too"]
     )
+    if rounds.planned is not None and rounds.planned.verdict is not None:
+        plan = [rounds.planned.verdict]
+    elif rounds.measured is not None:
+        plan.append(measured_sentence(rounds.measured))
     return plan + _read_sentences(rounds.reads)
 
 
@@ -28,6 +32,21 @@ def plan_sentence(planned: Planned) -> str:
         f"planned: {human(planned.copied_bytes)} of {human(planned.saved_bytes)} a round are copied{peak}, "
         f"compute waits {planned.stalled_ms:.1f} of {planned.length_ms:.1f} ms"
     )
+
+
+def measured_sentence(measured: Measured) -> str:
+    """One sentence: what was measured of a round, and by how much that is more than the plan foresaw."""
+    more_ms = measured.stalled_ms - measured.foreseen_stalled_ms
+    return (
+        f"measured in a round: {human(measured.saved_bytes)} saved "
+        f"({_more(measured.saved_bytes, measured.foreseen_saved_bytes)} than foreseen), peak "
+        f"{human(measured.peak_bytes)} ({_more(measured.peak_bytes, measured.foreseen_peak_bytes)}), compute waited "
+        f"{measured.stalled_ms:.1f} ms ({more_ms / max(measured.length_ms, 1e-3):+.1%} of the round)"
+    )
+
+
+def _more(found: float, foreseen: float) -> str:
+    return f"{found / foreseen - 1:+.1%}" if foreseen else "unforeseen"
 
 
 def _read_sentences(reads: Sequence[ReadDelay]) -> list[str]:

@@ -107,7 +107,7 @@ def test_the_same_as_json_and_nothing_else(file: Path) -> None:
     assert found.keys() == {
         "file", "written_at", "model", "engine", "rank", "ranks", "device", "settings", "tokens", "known_tokens",
         "length_ms", "added_ms", "added", "peak_without_bytes", "peak_bytes", "freed_bytes", "room_bytes", "fits",
-        "saved_bytes", "moved_bytes", "link", "units", "places", "curve",
+        "saved_bytes", "moved_bytes", "link", "units", "places", "curve", "verdict",
     }  # fmt: skip
     assert found["settings"] == {
         "max_overhead": 0.0,
@@ -170,6 +170,13 @@ def test_what_does_not_fit_and_what_was_never_seen_is_said(file: Path) -> None:
     assert "no round of this size was seen" not in run(file)
     assert "DOES NOT FIT: the peak is" in run(file, "--device-memory", "10KB")
     assert "no round of this size was seen" in run(file, "--tokens", 16384)
+
+
+def test_where_it_does_not_pay_it_says_so(file: Path) -> None:
+    said = "offloading does not pay here, and nothing is moved: it would free"
+    assert said in " ".join(run(file, "--link", "0.02x", "--max-overhead", "0").split())
+    assert said not in " ".join(run(file).split())
+    assert as_json(file, "--link", "0.02x", "--max-overhead", "0")["moved_bytes"] == 0
 
 
 def test_two_files_beside_each_other(file: Path, other: Path) -> None:
