@@ -161,3 +161,19 @@ def paths():
 @pytest.mark.parametrize("path", list(dict.fromkeys(paths())))
 def test_every_file_that_is_named_is_there(path):
     assert (ROOT / "ds_fgoffload" / path).exists() or (ROOT / path).exists()
+
+
+PACKAGES = [path for path in sorted(Path(ds_fgoffload.__file__).parent.iterdir()) if (path / "__init__.py").exists()]
+EVERYWHERE = {"errors", "stats"}
+
+
+@pytest.mark.parametrize("package", [path for path in PACKAGES if path.name != "cli"], ids=lambda path: path.name)
+def test_a_package_says_what_it_imports(package):
+    found = set()
+    for path in package.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ds_fgoffload."):
+                found.add(node.module.split(".")[1])
+    said = re.search(r"Imports: (.*?)\.\s+Start at", (package / "__init__.py").read_text(), re.DOTALL)
+    assert said is not None
+    assert set(re.findall(r"``(\w+)``", said[1])) == found - EVERYWHERE - {package.name}

@@ -144,8 +144,8 @@ def _remarks(plan: WhatIf) -> Iterator[Text]:
         )
     if plan.is_beyond:
         yield Text(
-            "no round of this size was seen: times and what is saved are taken to go on in proportion, also those of "
-            "attention, which take longer in longer sequences",
+            "no round of this size was seen: times and sizes are extrapolated in proportion, also for attention, whose "
+            "time grows faster",
             style="yellow",
         )
 

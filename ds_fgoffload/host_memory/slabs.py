@@ -216,8 +216,8 @@ def _advise(address: int, size_bytes: int, advice: int) -> None:
 
 
 MOST_ADDRESS_SPACE_BYTES = 4 << 40
-PATIENCE_S = 1.0
-"""So long the system is not asked again for what it refused: asking takes time, also in a step."""
+RETRY_AFTER_S = 1.0
+"""Seconds before the system is asked again for what it refused: asking takes time, also in a step."""
 
 
 class SlabSource:
@@ -278,7 +278,7 @@ class SlabSource:
                     if pin and self.settings.on_pin_failure == "pageable":
                         attempts.append((slab_bytes, False))
                     else:
-                        self._quiet_until_s = time.monotonic() + PATIENCE_S
+                        self._quiet_until_s = time.monotonic() + RETRY_AFTER_S
                         self._refused_bytes, self._refusal = slab_bytes, refusal
             finally:
                 self.pinning_s += time.perf_counter() - begin

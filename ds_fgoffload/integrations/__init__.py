@@ -1,4 +1,4 @@
 """Bridges to other libraries, imported only by those who use them.
 
-Imports: ``api``. Start at :mod:`ds_fgoffload.integrations.transformers`.
+Imports: ``engines``, ``config``. Start at :mod:`ds_fgoffload.integrations.transformers`.
 """

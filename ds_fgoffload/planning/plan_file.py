@@ -53,7 +53,7 @@ class ModelOnFile(_Part):
 
     model_class: str
     engine: str
-    """``plain``, or DeepSpeed's engine with its ZeRO stage."""
+    """``no engine``, or the class of DeepSpeed's engine with its ZeRO stage."""
     ranks: Count
     min_tensor_bytes: Count
     excluded: list[str]
@@ -190,7 +190,7 @@ class PlanFile(_Part):
 
 
 class Header(_Part):
-    """What a plan file is of."""
+    """Which model, machine and rank the file is written for."""
 
     versions: dict[str, str]
     rank: Count
@@ -219,7 +219,7 @@ class PlanStore:
         self._told = False
 
     def known(self) -> list[tuple[int, float, list[Recorded]]]:
-        """What the file holds; nothing if there is none, or if it is of something else, which is said."""
+        """What the file holds; nothing if there is none, or if it does not match, which is logged."""
         if not self._path.exists():
             return []
         try:
@@ -262,7 +262,7 @@ class PlanStore:
                 warn_here(f"fine_grained_offload.plan_file: {self._path} cannot be written: {error}; training goes on")
 
     def _refuse(self, why: str) -> None:
-        warn_here(f"fine_grained_offload.plan_file: {why}. Training goes on without it, and it will be written anew")
+        warn_here(f"fine_grained_offload.plan_file: {why}. Training goes on without it; the file will be overwritten")
 
 
 def file_of(header: Header, known: Known) -> PlanFile:

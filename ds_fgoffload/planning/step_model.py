@@ -33,8 +33,8 @@ ALIKE = 1.02
 CURVED = 1.5
 """A curve is fitted only over sizes whose largest is so many times the smallest."""
 MOST_LENGTHENED = 1.05
-"""Stretches at their shortest are lengthened by so much at most, towards the shortest round that was seen: in rounds
-that hardly differ, what is more are stretches that are long now and then."""
+"""The shortest times of the stretches are scaled up by at most this factor, towards the shortest measured round: in
+rounds that hardly differ, the rest is stretches that are long now and then."""
 TRIMMED = 0.2
 """The part of the samples, at either end, that a mean leaves out."""
 
@@ -107,7 +107,7 @@ class StepModel:
 
         Args:
             sizes: of a round of one micro-batch; those of several are taken as they come.
-            usual: stretches of middling length, instead of the shortest that are to be expected: what is in time in
+            usual: median or mean stretches, instead of the shortest that are to be expected: what is in time in
                 the shortest round that the known ones let expect is in time in each of them.
         """
         rows = self.scenarios(sizes)

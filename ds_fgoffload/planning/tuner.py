@@ -1,4 +1,4 @@
-"""Has rounds planned from the last ones, by their size, until the plans are as good as the profiles allow.
+"""Decides when a new plan is made from the last measured rounds, one plan for each class of size.
 
 Rounds of about one size form a class, which has a plan of its own; the plan that a round goes by is looked up when the
 size of its first micro-batch is known. Plans are made for what a model of the step
@@ -48,28 +48,28 @@ DISTORTED = 0.1
 """A round in which compute waited for a larger part of the time says little of how long its stretches are: meanwhile
 other things went on for which it would have waited otherwise, such as what the next stage of a pipeline does."""
 FITS = 0.05
-"""Rounds take as long as those for which a plan was made, but for this part."""
+"""Largest relative difference between the time of a round and the time it was planned for."""
 BEARABLE_STALL = 0.002
 """Time that compute may wait unforeseen, as a fraction of the round."""
 UNKNOWN = 0.02
 """A plan that has no place for a larger part of what is saved does not fit."""
 ANOTHER_STRUCTURE = 0.2
-"""Where a larger part of what always came comes no more, or so much is new, earlier rounds tell nothing."""
+"""If a larger part of the usual moments is gone, or so much is new, earlier rounds are discarded."""
 FIRST_CAUTION = 1.01
 MORE_CAUTION = 1.03
 MOST_CAUTION = 1.5
 """How much slower than measured copies are taken to be: a little, and more each time that compute had to wait."""
-REGRET_MARGIN = 0.005
-"""Wait beyond what is allowed or foreseen, as a fraction of all rounds, that is borne."""
-MOST_REGRET = 0.5
+EXCESS_WAIT_MARGIN = 0.005
+"""Wait beyond what is allowed or foreseen that is tolerated, as a fraction of the round."""
+MOST_EXCESS_WAIT = 0.5
 """More wait than that, in rounds, and the plan is given up for a while, which doubles each time."""
 PLANS_AT_ONCE = 6
 """Plans that are made as soon as the last does not fit; after that, each must hold twice as many rounds."""
 MEASURED_ROUNDS = 12
 """Rounds in which memory and reads are looked at even if the plan seems good."""
 QUIET_ROUNDS = 8
-"""Once plans have proved right, or none does, or nothing is copied, the moments of one in so many rounds are marked:
-marks take time."""
+"""When plans are stable, or no plan works, or nothing is copied, only one round in this many is timed: timing takes
+time."""
 WORTH_IT = 0.03
 """A plan that has proved right gives way to one that lowers the peak by so much more of what is saved."""
 NEVER = sys.maxsize
@@ -130,7 +130,7 @@ class SizeClass:
         there, here = (self.model.length_ms(sizes) for sizes in (self.profile.sizes, recorded.profile.sizes))
         return length_ms * there / here if here and there else length_ms
 
-    def middling_ms(self, rounds: Iterable[Recorded]) -> float:
+    def median_ms(self, rounds: Iterable[Recorded]) -> float:
         return max(1e-3, statistics.median(map(self.length_ms, rounds)))
 
     def undistorted(self) -> list[RoundProfile]:
@@ -184,7 +184,7 @@ class Tuner:
         """Moments that came in some rounds and not in others."""
         self._begun = 0
         self._rounds = 0
-        self._regret_ms = 0.0
+        self._excess_wait_ms = 0.0
         self._pauses = 0
         self._emptied_for: Points | None = None
         self._cache_is_to_be_emptied = False
@@ -252,11 +252,11 @@ class Tuner:
     def learn(self, known: Known) -> None:
         """Takes what an earlier run knew; nothing is planned yet."""
         for size, caution, rounds in known:
-            of_its_size = SizeClass(size)
-            of_its_size.caution = caution
-            self._classes.append(of_its_size)
+            size_class = SizeClass(size)
+            size_class.caution = caution
+            self._classes.append(size_class)
             for recorded in rounds:
-                of_its_size.add(recorded)
+                size_class.add(recorded)
                 self._note(recorded.profile)
                 self._learned.append(recorded)
 
@@ -277,8 +277,8 @@ class Tuner:
     def _adopt(self, goal: PlanGoal, known: Known) -> None:
         """Plans from what an earlier run has learned, before the first round."""
         self.learn(known)
-        for of_its_size in sorted(self._classes, key=lambda one: -one.size):
-            self._plan(goal, of_its_size)
+        for size_class in sorted(self._classes, key=lambda one: -one.size):
+            self._plan(goal, size_class)
 
     def _keep_what_is_known(self) -> None:
         if self._store is not None and self.forecast is not None:
@@ -292,9 +292,9 @@ class Tuner:
             self._optional |= self._came ^ came
         self._came |= came
 
-    def _link_is_another(self, of_its_size: SizeClass) -> bool:
+    def _link_is_another(self, size_class: SizeClass) -> bool:
         """Whether the link is much slower than when the stored rounds were measured: then they tell nothing here."""
-        found = is_slower(self._learned, of_its_size.last)
+        found = is_slower(self._learned, size_class.last)
         self._learned = []
         if found is not None and self._store is not None:
             self._store.refuse_link(*found)
@@ -334,49 +334,49 @@ class Tuner:
         profile = recorded.profile
         if self._goal is None or self._rounds == 1 or not profile.d2h_bytes_per_ms:
             return
-        of_its_size = self._class_of(profile)
-        of_its_size.add(recorded)
+        size_class = self._class_of(profile)
+        size_class.add(recorded)
         self._note(profile)
-        changed = of_its_size.are_of_another_structure([recorded])
-        last = of_its_size.last
+        changed = size_class.are_of_another_structure([recorded])
+        last = size_class.last
         if len(last) == LAST_ROUNDS and (
-            (self._learned and self._link_is_another(of_its_size))
-            or (changed and of_its_size.are_of_another_structure(last))
+            (self._learned and self._link_is_another(size_class))
+            or (changed and size_class.are_of_another_structure(last))
         ):
-            of_its_size = self._begin_anew(of_its_size)
-        forecast = of_its_size.forecast
+            size_class = self._begin_anew(size_class)
+        forecast = size_class.forecast
         if forecast is None:
-            of_its_size.wants_plan = True
+            size_class.wants_plan = True
             return
-        self._compare(of_its_size, forecast, recorded)
-        self._count_regret(of_its_size, forecast, recorded)
-        if changed or len(of_its_size.last) < LAST_ROUNDS or of_its_size.wants_plan:
-            of_its_size.settled = of_its_size.settled and not changed
+        self._compare(size_class, forecast, recorded)
+        self._count_excess_wait(size_class, forecast, recorded)
+        if changed or len(size_class.last) < LAST_ROUNDS or size_class.wants_plan:
+            size_class.settled = size_class.settled and not changed
             return
-        fits = self._fits(of_its_size, forecast)
-        of_its_size.settled = fits and self._rounds > MEASURED_ROUNDS and of_its_size.look_again_at == NEVER
-        of_its_size.wants_plan = not fits
+        fits = self._fits(size_class, forecast)
+        size_class.settled = fits and self._rounds > MEASURED_ROUNDS and size_class.look_again_at == NEVER
+        size_class.wants_plan = not fits
         if fits:
-            if of_its_size is self._largest():
+            if size_class is self._largest():
                 self._empty_cache_once(recorded)
-            self._improve(self._goal, of_its_size)
+            self._improve(self._goal, size_class)
 
     def _begin_anew(self, before: SizeClass) -> SizeClass:
         """The model does other things now than it did: only the last rounds tell of it."""
-        of_its_size = SizeClass(before.size)
-        self._classes = [of_its_size]
+        size_class = SizeClass(before.size)
+        self._classes = [size_class]
         self._held.clear()
         self._came.clear()
         self._optional.clear()
         for recorded in before.last:
-            of_its_size.add(recorded)
+            size_class.add(recorded)
             self._held |= recorded.profile.held
-        return of_its_size
+        return size_class
 
-    def _compare(self, of_its_size: SizeClass, forecast: Forecast, recorded: Recorded) -> None:
+    def _compare(self, size_class: SizeClass, forecast: Forecast, recorded: Recorded) -> None:
         """What was measured of a round with what was foreseen, for the user: once the plan has settled."""
-        profile, model = of_its_size.profile, of_its_size.model
-        if of_its_size is not self._largest() or recorded.points is not forecast.points:
+        profile, model = size_class.profile, size_class.model
+        if size_class is not self._largest() or recorded.points is not forecast.points:
             return
         if not recorded.with_memory or profile is None or model is None:
             return
@@ -394,113 +394,113 @@ class Tuner:
             length_ms=recorded.profile.length_ms,
         )
 
-    def _count_regret(self, of_its_size: SizeClass, forecast: Forecast, recorded: Recorded) -> None:
+    def _count_excess_wait(self, size_class: SizeClass, forecast: Forecast, recorded: Recorded) -> None:
         """What compute waits beyond what is allowed is bounded: the plan is given up before it adds up."""
         assert self._goal is not None
         profile = recorded.profile
-        if self._goal.everything or recorded.points is not forecast.points or self._must_free(of_its_size):
+        if self._goal.everything or recorded.points is not forecast.points or self._must_free(size_class):
             return
         allowed_ms = max(forecast.stalled_ms, (self._goal.max_overhead or 0.0) * profile.length_ms)
-        regret_ms = profile.stalled_ms - allowed_ms - REGRET_MARGIN * profile.length_ms
-        self._regret_ms = max(0.0, self._regret_ms + regret_ms)
-        if self._regret_ms > MOST_REGRET * profile.length_ms:
-            self._regret_ms = 0.0
+        excess_ms = profile.stalled_ms - allowed_ms - EXCESS_WAIT_MARGIN * profile.length_ms
+        self._excess_wait_ms = max(0.0, self._excess_wait_ms + excess_ms)
+        if self._excess_wait_ms > MOST_EXCESS_WAIT * profile.length_ms:
+            self._excess_wait_ms = 0.0
             self._pauses += 1
-            of_its_size.paused_until = self._rounds + 2**self._pauses
-            of_its_size.wants_plan = of_its_size.too_bold = True
+            size_class.paused_until = self._rounds + 2**self._pauses
+            size_class.wants_plan = size_class.too_bold = True
 
-    def _must_free(self, of_its_size: SizeClass) -> bool:
+    def _must_free(self, size_class: SizeClass) -> bool:
         """Whether the rounds would not fit on the device if nothing left it."""
-        profile = of_its_size.profile
+        profile = size_class.profile
         return profile is not None and profile.peak_bytes > self._room_bytes()
 
     def _room_bytes(self) -> int:
         between = max((one.with_memory.peak_between_bytes for one in self._classes if one.with_memory), default=0)
         return int(ROOM * self._recorder.total_bytes()) - between
 
-    def _fits(self, of_its_size: SizeClass, forecast: Forecast) -> bool:
-        """Whether the plan is right for the last rounds. What did not go by it tells nothing of its waits."""
-        points, last = forecast.points, of_its_size.last
-        if of_its_size.misses_places() or (points.moved is not None and not points.moved.isdisjoint(self._held)):
+    def _fits(self, size_class: SizeClass, forecast: Forecast) -> bool:
+        """Whether the plan is right for the last rounds. Rounds that did not follow it do not count."""
+        points, last = forecast.points, size_class.last
+        if size_class.misses_places() or (points.moved is not None and not points.moved.isdisjoint(self._held)):
             return False
         if any(recorded.points is not points for recorded in last):
             return True
         profiles = [recorded.profile for recorded in last]
-        assert of_its_size.profile is not None
-        if of_its_size.profile.guessed and not any(profile.guessed for profile in profiles):
-            of_its_size.known = deque(last, KNOWN_ROUNDS)
+        assert size_class.profile is not None
+        if size_class.profile.guessed and not any(profile.guessed for profile in profiles):
+            size_class.known = deque(last, KNOWN_ROUNDS)
             return False
         # All of them: one alone may be long for want of memory in the cache, or when Python collects its garbage.
-        are_slower = min(map(of_its_size.length_ms, last)) > (1 + FITS) * of_its_size.took_ms
-        if are_slower and self._rounds >= of_its_size.look_again_at:
+        are_slower = min(map(size_class.length_ms, last)) > (1 + FITS) * size_class.took_ms
+        if are_slower and self._rounds >= size_class.look_again_at:
             return False
         if not are_slower:
-            of_its_size.look_again_at = NEVER
-        elif of_its_size.look_again_at == NEVER:
+            size_class.look_again_at = NEVER
+        elif size_class.look_again_at == NEVER:
             # then those that were faster are forgotten
-            of_its_size.look_again_at = self._rounds + KNOWN_ROUNDS * max(1, len(self._classes))
-        took_ms = of_its_size.middling_ms(last)
+            size_class.look_again_at = self._rounds + KNOWN_ROUNDS * max(1, len(self._classes))
+        took_ms = size_class.median_ms(last)
         stalled_ms = statistics.median(profile.stalled_ms for profile in profiles)
-        foreseen_ms = max(forecast.stalled_ms, of_its_size.most_waits_ms)
-        are_shorter = took_ms < (1 - FITS) * of_its_size.took_ms
+        foreseen_ms = max(forecast.stalled_ms, size_class.most_waits_ms)
+        are_shorter = took_ms < (1 - FITS) * size_class.took_ms
         if are_shorter and self._goal is not None and self._goal.max_overhead:  # less is allowed then
-            foreseen_ms *= took_ms / of_its_size.took_ms
-        waits = stalled_ms > foreseen_ms + BEARABLE_STALL * of_its_size.took_ms
+            foreseen_ms *= took_ms / size_class.took_ms
+        waits = stalled_ms > foreseen_ms + BEARABLE_STALL * size_class.took_ms
         if waits and are_shorter:  # what was usual is not any more
-            of_its_size.known = deque(
-                (one for one in of_its_size.known if of_its_size.length_ms(one) <= (1 + FITS) * took_ms), KNOWN_ROUNDS
+            size_class.known = deque(
+                (one for one in size_class.known if size_class.length_ms(one) <= (1 + FITS) * took_ms), KNOWN_ROUNDS
             )
-        as_long = abs(took_ms - of_its_size.took_ms) <= FITS * of_its_size.took_ms
-        of_its_size.too_bold = waits and as_long and not any(profile.guessed for profile in profiles)
+        as_long = abs(took_ms - size_class.took_ms) <= FITS * size_class.took_ms
+        size_class.too_bold = waits and as_long and not any(profile.guessed for profile in profiles)
         return not waits or (points.within_window and as_long)  # what a window costs, no plan can help
 
-    def _plan(self, goal: PlanGoal, of_its_size: SizeClass) -> None:
+    def _plan(self, goal: PlanGoal, size_class: SizeClass) -> None:
         """Makes a plan, because there is none, or the last is not right for the rounds that are known."""
         if not goal.everything and all(one.with_memory is None for one in self._classes):
             self._recorder.measure(measure=True)
             return
-        if of_its_size.too_bold:
-            of_its_size.caution = min(MOST_CAUTION, of_its_size.caution * MORE_CAUTION)
-            of_its_size.too_bold = False
-        self._go_by(of_its_size, *self._made(goal, of_its_size))
-        if self._rounds >= of_its_size.look_again_at:
-            of_its_size.look_again_at = NEVER
-        of_its_size.plans += 1
-        more = of_its_size.plans - PLANS_AT_ONCE
-        of_its_size.not_before = self._rounds + (2 ** min(more, 10) if more > 0 else 0)
+        if size_class.too_bold:
+            size_class.caution = min(MOST_CAUTION, size_class.caution * MORE_CAUTION)
+            size_class.too_bold = False
+        self._follow(size_class, *self._made(goal, size_class))
+        if self._rounds >= size_class.look_again_at:
+            size_class.look_again_at = NEVER
+        size_class.plans += 1
+        more = size_class.plans - PLANS_AT_ONCE
+        size_class.not_before = self._rounds + (2 ** min(more, 10) if more > 0 else 0)
 
-    def _improve(self, goal: PlanGoal, of_its_size: SizeClass) -> None:
+    def _improve(self, goal: PlanGoal, size_class: SizeClass) -> None:
         """The plan has proved right; now and then a bolder one is made, should the link have been disturbed before."""
-        of_its_size.proved_rounds += 1
-        if not of_its_size.settled or of_its_size.proved_rounds % KNOWN_ROUNDS or goal.everything:
+        size_class.proved_rounds += 1
+        if not size_class.settled or size_class.proved_rounds % KNOWN_ROUNDS or goal.everything:
             return
-        assert of_its_size.forecast is not None
-        assert of_its_size.profile is not None
-        forecast, profile, model = self._made(goal, of_its_size)
-        now, then = _planned(of_its_size.forecast, of_its_size.profile), _planned(forecast, profile)
+        assert size_class.forecast is not None
+        assert size_class.profile is not None
+        forecast, profile, model = self._made(goal, size_class)
+        now, then = _planned(size_class.forecast, size_class.profile), _planned(forecast, profile)
         if (then.freed_bytes or 0) > (now.freed_bytes or 0) + WORTH_IT * then.saved_bytes:
-            self._go_by(of_its_size, forecast, profile, model)
+            self._follow(size_class, forecast, profile, model)
 
     def _made(
-        self, goal: PlanGoal, of_its_size: SizeClass, size: int | None = None
+        self, goal: PlanGoal, size_class: SizeClass, size: int | None = None
     ) -> tuple[Forecast, RoundProfile, StepModel]:
         """A plan for the rounds of this class, or of just this size, what it was made from, and the model of that."""
-        model = self._model(of_its_size)
+        model = self._model(size_class)
         sizes: Sequence[int] = ()
-        if of_its_size.size:
-            own = [recorded.profile.sizes[0] for recorded in of_its_size.known]
-            sizes = (size or (round(statistics.median(own)) if own else of_its_size.size),)
+        if size_class.size:
+            own = [recorded.profile.sizes[0] for recorded in size_class.known]
+            sizes = (size or (round(statistics.median(own)) if own else size_class.size),)
         profile = self._typical(model, sizes, usual=bool(goal.max_overhead))
         if goal.everything:
-            return plan_round(profile, goal, caution=of_its_size.caution), profile, model
+            return plan_round(profile, goal, caution=size_class.caution), profile, model
         goal = replace(goal, room_bytes=self._room_bytes())
         largest = self._largest()
-        if largest is not None and largest.size > of_its_size.size and largest.forecast is not None:
+        if largest is not None and largest.size > size_class.size and largest.forecast is not None:
             above_bytes = profile.peak_bytes - largest.forecast.peak_bytes
             if above_bytes <= 0:
                 return _nothing(model, profile), profile, model
             goal = replace(goal, target_saved_bytes=above_bytes, max_overhead=goal.max_overhead or 0.0)
-        forecast = plan_round(profile, goal, caution=of_its_size.caution)
+        forecast = plan_round(profile, goal, caution=size_class.caution)
         by_round_ms = waits_ms(forecast.points, model.scenarios(profile.sizes))
         allowed_ms = max(forecast.stalled_ms, (goal.max_overhead or 0.0) * profile.length_ms)
         if (
@@ -508,16 +508,16 @@ class Tuner:
             and model.saves_alike(sizes)
             and by_round_ms.mean() <= allowed_ms + BEARABLE_STALL * profile.length_ms
         ):
-            of_its_size.most_waits_ms = float(by_round_ms.max())
+            size_class.most_waits_ms = float(by_round_ms.max())
             forecast = forecast._replace(stalled_ms=max(forecast.stalled_ms, float(by_round_ms.mean())))
             return self._if_it_pays(forecast, profile, goal, model), profile, model
         # The rounds are not like a typical one: the plan says what moves, and when it does follows from what comes.
-        of_its_size.most_waits_ms = 0.0
+        size_class.most_waits_ms = 0.0
         profile = self._typical(model, sizes, usual=True)
-        forecast = plan_round(profile, goal, caution=of_its_size.caution)
+        forecast = plan_round(profile, goal, caution=size_class.caution)
         if profile.peak_bytes > self._room_bytes():
             allowed_ms = math.inf
-        times = model.timetable(sizes, of_its_size.caution, allowed_ms)
+        times = model.timetable(sizes, size_class.caution, allowed_ms)
         forecast = forecast._replace(points=replace(forecast.points, times=times))
         return self._if_it_pays(forecast, profile, goal, model), profile, model
 
@@ -532,29 +532,29 @@ class Tuner:
         # What is held is seen only in rounds in which it is to leave.
         return replace(model.round_of(sizes, usual=usual), held=frozenset(self._held))
 
-    def _model(self, of_its_size: SizeClass) -> StepModel:
+    def _model(self, size_class: SizeClass) -> StepModel:
         """Of the class's rounds; if they are few, of other classes' as well."""
-        rounds = of_its_size.undistorted()
+        rounds = size_class.undistorted()
         if len(rounds) < ENOUGH_ROUNDS:
             for other in self._classes:
-                if other is not of_its_size:
+                if other is not size_class:
                     rounds += other.undistorted()[-OTHERS_ROUNDS:]
         with_memory = [one.with_memory.profile for one in self._classes if one.with_memory is not None]
-        if of_its_size.with_memory is not None and len(of_its_size.known) >= ENOUGH_ROUNDS:
-            with_memory = [of_its_size.with_memory.profile]
+        if size_class.with_memory is not None and len(size_class.known) >= ENOUGH_ROUNDS:
+            with_memory = [size_class.with_memory.profile]
         return StepModel(
-            rounds, with_memory, rates_of=[one.profile for one in of_its_size.known], optional=self._optional
+            rounds, with_memory, rates_of=[one.profile for one in size_class.known], optional=self._optional
         )
 
-    def _go_by(self, of_its_size: SizeClass, forecast: Forecast, profile: RoundProfile, model: StepModel) -> None:
+    def _follow(self, size_class: SizeClass, forecast: Forecast, profile: RoundProfile, model: StepModel) -> None:
         before = self._largest()
         peak_before_bytes = None if before is None or before.forecast is None else before.forecast.peak_bytes
-        of_its_size.forecast, of_its_size.profile, of_its_size.model = forecast, profile, model
-        of_its_size.took_ms = of_its_size.middling_ms(of_its_size.last or of_its_size.known)
-        of_its_size.last.clear()
-        of_its_size.settled = of_its_size.wants_plan = False
-        of_its_size.proved_rounds = 0
-        if of_its_size is not self._largest():
+        size_class.forecast, size_class.profile, size_class.model = forecast, profile, model
+        size_class.took_ms = size_class.median_ms(size_class.last or size_class.known)
+        size_class.last.clear()
+        size_class.settled = size_class.wants_plan = False
+        size_class.proved_rounds = 0
+        if size_class is not self._largest():
             return
         planned = self._recorder.rounds.planned = _planned(forecast, profile)
         self._recorder.rounds.measured = None
@@ -566,7 +566,7 @@ class Tuner:
         logger.debug(f"fine_grained_offload: after {self._rounds} rounds {plan_sentence(planned)}")
         if peak_before_bytes is None or abs(forecast.peak_bytes - peak_before_bytes) > WORTH_IT * planned.saved_bytes:
             for smaller in self._classes:
-                smaller.wants_plan = smaller.wants_plan or smaller is not of_its_size
+                smaller.wants_plan = smaller.wants_plan or smaller is not size_class
 
     def _empty_cache_once(self, recorded: Recorded) -> None:
         """Of what rounds before the plan have left in the allocator's cache, in sizes of their own."""

@@ -1,4 +1,4 @@
 """What the device did in a round and when: times of saves, uses, copies, waits and reads, taken without waiting.
 
-Imports: ``schedule``, ``host_memory``, ``device``. Start at :mod:`ds_fgoffload.profiling.recorder`.
+Imports: ``host_memory``, ``schedule``, ``device``. Start at :mod:`ds_fgoffload.profiling.recorder`.
 """

@@ -50,7 +50,7 @@ class Recorded:
 
 
 class Recorder:
-    """The schedule's witness, and the transfer's."""
+    """The schedule's observer, and the transfer's."""
 
     def __init__(self, streams: Streams, compute: Callable[[], Any]) -> None:
         self._streams = streams

@@ -72,7 +72,7 @@ class Output:
     """A storage of a call's output: recognised when it is saved, without being kept.
 
     One that is watched knows its values by their checksum: collectives, and kernels that write over their input, change
-    a tensor without counting its version up.
+    a tensor without a new version.
     """
 
     __slots__ = ("_checksum", "_storage", "_version", "layout", "number", "size_bytes")
@@ -101,11 +101,11 @@ class Output:
 
     @property
     def is_zero(self) -> bool:
-        """True if it is watched in vain: a sum over ranks, say, leaves zeros as they are. Waits for the device."""
+        """True if the checksum tells of no change because all is zero: a sum over ranks of zeros is zero. Waits."""
         return self._checksum is not None and not bool(self._checksum.any())
 
     def is_overwritten(self, tensor: torch.Tensor) -> bool:
-        """True if it is watched, and ``tensor``, over the same storage, tells of other values. Waits for the device."""
+        """True if it is watched, and ``tensor``, over the same storage, has other values than the call wrote. Waits."""
         return self._checksum is not None and not torch.equal(checksum(self.layout.over(tensor)), self._checksum)
 
     def check(self, layout: Layout) -> None:
@@ -280,7 +280,7 @@ class RecomputedCall:
         return self._runner.name
 
     def watch(self, leaves: Sequence[Any]) -> None:
-        """From now on an argument that is overwritten without a word is an error. ``leaves``: the arguments, flat."""
+        """From now on an argument that is overwritten without a new version is an error. ``leaves``: flat arguments."""
         plain = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) is torch.Tensor}
         self._watched = {number: checksum(leaf) for number, leaf in plain.items()}
 
@@ -308,8 +308,9 @@ class RecomputedCall:
             if not all(torch.equal(checksum(leaves[number]), known) for number, known in self._watched.items()):
                 raise OffloadStateError(
                     f"{shown(runner.name)} cannot be recomputed in backward: an argument of it has been overwritten "
-                    "since its forward, by something that counts no version up (a collective in place, a kernel that "
-                    "writes over its input, .data); give it a copy, or take it out of fine_grained_offload.recompute"
+                    "since its forward, by something that does not increase the version counter (a collective in "
+                    "place, a kernel that writes over its input, .data); give it a copy, or take it out of "
+                    "fine_grained_offload.recompute"
                 )
             began = runner.begin()
             args, kwargs = unflatten(leaves, self._structure)

@@ -19,7 +19,7 @@ COUNTED_MICRO_BATCHES = 8
 
 _MICRO_BATCH = None
 
-Moment: TypeAlias = Fence | float
+TimeMark: TypeAlias = Fence | float
 """On a device, or of the clock where work is synchronous."""
 
 
@@ -29,19 +29,19 @@ class RecomputeCost:
     def __init__(self, units: Mapping[str, UnitStats], streams: Streams) -> None:
         self._units = units
         self._streams = streams
-        self._pending: deque[tuple[str | None, Moment, Moment]] = deque()
-        self._last_micro_batch: Moment | None = None
+        self._pending: deque[tuple[str | None, TimeMark, TimeMark]] = deque()
+        self._last_micro_batch: TimeMark | None = None
         self._micro_batches = 0
         self._period_ms = 0.0
         self._spent_ms: defaultdict[str, float] = defaultdict(float)
         self._told = False
 
-    def now(self) -> Moment:
+    def now(self) -> TimeMark:
         """The present moment of the compute stream."""
         fence = self._streams.fence(self._streams.compute())
         return time.perf_counter() if fence is None else fence
 
-    def end(self, unit: str, began: Moment) -> None:
+    def end(self, unit: str, began: TimeMark) -> None:
         """A call of ``unit`` has run again since ``began``."""
         self._pending.append((unit, began, self.now()))
 
@@ -66,7 +66,7 @@ class RecomputeCost:
             else:
                 self._count_micro_batch(time_ms)
 
-    def _elapsed_ms(self, began: Moment, ended: Moment) -> float | None:
+    def _elapsed_ms(self, began: TimeMark, ended: TimeMark) -> float | None:
         """None if the device has not come to the end yet."""
         if isinstance(began, Fence) and isinstance(ended, Fence):
             return self._streams.elapsed_ms(began, ended) if self._streams.reached(ended) else None

@@ -28,8 +28,8 @@ from ds_fgoffload.text.names import abbreviated
 
 _COMPILED = "torch.compile has compiled it, or a module in it"
 _OVERWRITTEN = (
-    "its output is overwritten afterwards by something that counts no version up (a collective in place, a kernel that "
-    "writes over its input)"
+    "its output is overwritten afterwards by something that does not increase the version counter (a collective in "
+    "place, a kernel that writes over its input)"
 )
 LONGEST_ROW = 2
 """Most calls that are made again in a row because the output of each is the argument of the next."""

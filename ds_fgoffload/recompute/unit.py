@@ -16,7 +16,7 @@ from ds_fgoffload.device.streams import Streams
 from ds_fgoffload.errors import OffloadStateError
 from ds_fgoffload.recompute.call import Made, RecomputedCall, cut_off, flatten, unflatten
 from ds_fgoffload.recompute.conditions import Conditions
-from ds_fgoffload.recompute.cost import Moment, RecomputeCost
+from ds_fgoffload.recompute.cost import RecomputeCost, TimeMark
 from ds_fgoffload.recompute.read_state import ReadState, State
 from ds_fgoffload.recompute.side_effects import state_tensors
 from ds_fgoffload.saved.saved_tensors import KeptTensor
@@ -106,10 +106,10 @@ class RecomputedUnit:
     def difference(self, before: State) -> str:
         return self._read_state.difference(self.modules, before)
 
-    def begin(self) -> Moment:
+    def begin(self) -> TimeMark:
         return self._surroundings.cost.now()
 
-    def made_again(self, tensors: Sequence[torch.Tensor], began: Moment) -> None:
+    def made_again(self, tensors: Sequence[torch.Tensor], began: TimeMark) -> None:
         self._surroundings.cost.end(self.name, began)
         own = {storage_identity(tensor) for tensor in state_tensors(self.modules) if is_plain(tensor)}
         sizes = {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

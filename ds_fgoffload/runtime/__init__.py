@@ -1,4 +1,5 @@
 """One attachment at work: module hooks and autograd's hooks in, schedule events out, acts carried out.
 
-Imports: everything above but engines, reporting and what users start. Start at :mod:`ds_fgoffload.runtime.hooks`.
+Imports: ``recompute``, ``planning``, ``saved``, ``host_memory``, ``schedule``, ``compat``, ``text``.
+Start at :mod:`ds_fgoffload.runtime.hooks`.
 """

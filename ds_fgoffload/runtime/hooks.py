@@ -117,13 +117,13 @@ def _abandon(call: OpenCall) -> None:
 
 
 class Packing:
-    """Autograd's two hooks, the same around every call: which call it is, the calls that are open tell.
+    """The pack and unpack hooks, the same for all calls: the stack of open calls tells which one runs.
 
     (Autograd keeps with each saved tensor the hooks that it was saved under. A pair for each call would be as many
     objects more that Python's collector goes through.)
 
     Args:
-        recomputer: what its units have given is promised; None: there are none.
+        recomputer: outputs of its units are replaced by placeholders; None: there are no such units.
     """
 
     def __init__(self, offloader: Offloader, recomputer: Recomputer | None, open_calls: OpenCalls) -> None:
@@ -314,8 +314,8 @@ class ModuleHooks:
                 hooks = saved_tensors_hooks(self._keep, self._kept)
                 if not again:
                     self._note_recompute(name)
-            elif _are_the_users(_hooks_around()):
-                self._step_aside(name)
+            elif _belong_to_user(_hooks_around()):
+                self._leave_to_user_hooks(name)
             else:
                 scope = self._offloader.open_scope(name, module)
                 hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -384,8 +384,8 @@ class ModuleHooks:
         if call is not None and call.recomputed is not None and self._recomputer is not None:
             self._recomputer.close(call.recomputed, args, kwargs, output)
 
-    def _step_aside(self, name: str) -> None:
-        """The user's own hooks go on seeing what they saw: autograd asks the innermost alone."""
+    def _leave_to_user_hooks(self, name: str) -> None:
+        """Nothing is done here, so that the user's own hooks get the tensors: autograd asks the innermost alone."""
         if name in self._units:
             self._units[name].calls += 1
         if not self._told_hooks:
@@ -438,7 +438,7 @@ def _hooks_around() -> tuple[Any, Any] | None:
     return top
 
 
-def _are_the_users(top: tuple[Any, Any] | None) -> bool:
+def _belong_to_user(top: tuple[Any, Any] | None) -> bool:
     """Neither ours nor a checkpoint's, which only counts what is saved in it."""
     return top is not None and type(top[0]) is not Uncompiled and top[0].__module__ not in _OF_CHECKPOINTS
 

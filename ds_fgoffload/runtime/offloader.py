@@ -26,7 +26,7 @@ from ds_fgoffload.planning.tuner import Tuner
 from ds_fgoffload.saved.eligibility import DEVICE_FULL, EXCLUDED, HOST_FULL, PARAMETER, Eligibility
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage, SavedView
 from ds_fgoffload.saved.tensors import Layout, checksum, storage_bytes, storage_identity
-from ds_fgoffload.saved.transfer import Death, Parcel, State, Transfer
+from ds_fgoffload.saved.transfer import Death, Parcel, ParcelState, Transfer
 from ds_fgoffload.schedule.plan import Act, Action, Plan, Site, Verb
 from ds_fgoffload.schedule.schedule import Schedule
 from ds_fgoffload.stats import OffloadStats, RoundStats, UnitStats, shown, total
@@ -34,8 +34,8 @@ from ds_fgoffload.text.messages import warn
 
 ALONE_BYTES = 1 << 20
 """A storage of this size or more travels alone: copies of 1 MiB already run at nine tenths of the link's rate."""
-WATCHED = 1
-"""So many micro-batches at first in which the bytes of a storage that is saved again are compared: the host waits."""
+CHECKED_MICRO_BATCHES = 1
+"""Number of first micro-batches in which the bytes of a storage that is saved again are compared: the host waits."""
 PARCEL_BYTES = 16 << 20
 """A parcel of smaller ones is sent off at the latest when it has this size."""
 
@@ -110,7 +110,7 @@ class Offloader:
         self._pool = pool
         self._raise_when_full = raise_when_full
         recorder = transfer.recorder
-        self._schedule = Schedule(plan, synchronous=transfer.synchronous, witness=recorder)
+        self._schedule = Schedule(plan, synchronous=transfer.synchronous, observer=recorder)
         self._tuner = None if recorder is None else Tuner(goal, recorder, plan_store)
         self.rounds = RoundStats() if recorder is None else recorder.rounds
         self.plans = goal is not None and recorder is not None
@@ -121,7 +121,7 @@ class Offloader:
         self._parcels: dict[int, weakref.ref[Parcel]] = {}
         self._by_identity: dict[int, weakref.ref[SavedStorage]] = {}
         self._overwrite: set[str] = set()
-        """Units that save what was saved before and overwritten since: each of their saves is one of its own."""
+        """Units that save what was saved before and overwritten since: each of their saves is copied separately."""
         self._live_host_bytes = 0
         self._last_key = 0
         self._micro_batch = 0
@@ -135,14 +135,14 @@ class Offloader:
         ``size``: of what the root is called with, in tokens or elements.
         """
         with self._lock:
-            self._bury()
+            self._process_deaths()
             self._by_identity = {key: ref for key, ref in self._by_identity.items() if ref() is not None}
             self._micro_batch += 1
             self._calls.clear()
             self._eligibility.refresh()
             self._transfer.compute()
             if self._tuner is not None and self._schedule.begins_round(self._micro_batch):
-                self._schedule.go_by(self._tuner.points(size))
+                self._schedule.follow(self._tuner.points(size))
             return self._schedule.micro_batch_began(self._micro_batch, size)
 
     def watch_backward(self, output: object) -> None:
@@ -160,7 +160,7 @@ class Offloader:
             stats.calls += 1
             call = self._calls.get(unit, 0)
             self._calls[unit] = call + 1
-            self._bury()
+            self._process_deaths()
             expected_bytes = self._scope_bytes.get(unit, 0)
             self._carry_out(self._schedule.scope_opened(self._micro_batch, unit, call, expected_bytes))
             return Scope(unit, module, stats, self._micro_batch, call, excluded=excluded)
@@ -168,7 +168,7 @@ class Offloader:
     def pass_by(self, landmark: int) -> None:
         """A module outside all units is called in forward: a moment like others, at which memory may leave."""
         with self._lock:
-            self._bury()
+            self._process_deaths()
             self._carry_out(self._schedule.passed_by(self._micro_batch, landmark))
 
     def close_scope(self, scope: Scope) -> None:
@@ -180,7 +180,7 @@ class Offloader:
 
     def pack(self, scope: Scope, tensor: torch.Tensor) -> SavedView | KeptTensor:
         """Autograd saves ``tensor`` in ``scope``; what is returned is what autograd holds."""
-        if type(tensor) is nn.Parameter:  # every other saved tensor is one
+        if type(tensor) is nn.Parameter:  # about half of all saved tensors are parameters
             scope.stats.skipped[PARAMETER] += 1
             return KeptTensor(tensor)
         with self._lock:
@@ -192,7 +192,7 @@ class Offloader:
             storage = self._saved_before(scope, tensor)
             if storage is None:
                 storage = SavedStorage(tensor, self._transfer.compute())
-                if self._micro_batch <= WATCHED:
+                if self._micro_batch <= CHECKED_MICRO_BATCHES:
                     storage.checksum = checksum(storage_bytes(tensor))
                 self._by_identity[storage.original.identity] = weakref.ref(storage)
                 self._send(scope, storage)
@@ -210,8 +210,8 @@ class Offloader:
         with self._lock:
             storage = packed.storage
             parcel = storage.parcel
-            # Once it was needed, the schedule has nothing to add, unless memory has become free meanwhile.
-            if parcel is not None and (self._deaths or not parcel.needed or parcel.state is State.ON_HOST):
+            # After its first use the schedule need not be asked, unless other parcels have died since.
+            if parcel is not None and (self._deaths or not parcel.needed or parcel.state is ParcelState.ON_HOST):
                 self._need(parcel)
             return storage.view(packed.layout)
 
@@ -228,14 +228,14 @@ class Offloader:
     def stats(self) -> OffloadStats:
         """A snapshot of the counts."""
         with self._lock:
-            self._bury()
+            self._process_deaths()
             if self._tuner is not None:
                 self._tuner.look()
             return total(self._unit_stats, self._live_host_bytes, self.rounds)
 
     def _backward_began(self, micro_batch: int, _gradients: tuple[torch.Tensor, ...]) -> None:
         with self._lock:
-            self._bury()
+            self._process_deaths()
             self._carry_out(self._schedule.backward_began(micro_batch))
             if self._tuner is not None:
                 self._tuner.look()
@@ -245,14 +245,14 @@ class Offloader:
         storage = None if found is None else found()
         if storage is None or scope.unit in self._overwrite or not storage.covers(tensor):
             return None
-        # A collective, or a kernel that writes over its input, counts no version up.
+        # A collective, or a kernel that writes over its input, does not increase the version counter.
         if storage.checksum is None or torch.equal(storage.checksum, checksum(storage_bytes(tensor))):
             return storage
         self._overwrite.add(scope.unit)
         warn(
             f"fine_grained_offload: {shown(scope.unit)} saves a storage that was saved before and overwritten since by "
-            "something that counts no version up (a collective in place, a kernel that writes over its input, .data); "
-            "so each tensor that it saves is copied by itself"
+            "something that does not increase the version counter (a collective in place, a kernel that writes over "
+            "its input, .data); so each tensor that it saves is copied by itself"
         )
         return None
 
@@ -282,7 +282,7 @@ class Offloader:
             self._send_parcel(scope, storages, scope.waiting_site)
 
     def _send_parcel(self, scope: Scope, storages: list[SavedStorage], site: Site) -> None:
-        self._bury()
+        self._process_deaths()
         self._last_key += 1
         first = storages[0]
         aliases = [storage.alias for storage in storages]
@@ -291,9 +291,9 @@ class Offloader:
         )
         self._parcels[parcel.key] = weakref.ref(parcel)
         if self._tuner is not None and self._tuner.lacks_memory():
-            self._schedule.go_by_windows()
+            self._schedule.follow_windows()
         self._carry_out(self._schedule.saved(parcel.key, site, parcel.size_bytes, scope.micro_batch))
-        if parcel.state is State.RESIDENT:  # not worth it, or no room on the host
+        if parcel.state is ParcelState.RESIDENT:  # not worth it, or no room on the host
             scope.stats.kept_bytes += parcel.saved_bytes
             if len(storages) > 1:
                 return
@@ -303,14 +303,14 @@ class Offloader:
             storage.send_with(parcel, offset)
 
     def _need(self, parcel: Parcel) -> None:
-        self._bury()
+        self._process_deaths()
         parcel.needed = True
-        if parcel.state is State.COPYING_OUT and not parcel.accounted:
+        if parcel.state is ParcelState.COPYING_OUT and not parcel.accounted:
             parcel.accounted = True
             parcel.stats.used_in_place_bytes += parcel.saved_bytes
         acts = self._schedule.needed(parcel.key)
         # What is needed now is copied before what is needed later.
-        if parcel.state is State.ON_HOST and self._reload(parcel):
+        if parcel.state is ParcelState.ON_HOST and self._reload(parcel):
             parcel.stats.late_reloads += 1
         self._carry_out([act for act in acts if act.key != parcel.key])
 
@@ -357,7 +357,7 @@ class Offloader:
             self._told_full = True
             logger.warning(f"fine_grained_offload: {refusal}; tensors that find no room stay on the device")
 
-    def _bury(self) -> None:
+    def _process_deaths(self) -> None:
         """Forgets the parcels that died since the last event, wherever and whenever that was."""
         while self._deaths:
             death = self._deaths.popleft()

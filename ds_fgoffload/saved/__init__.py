@@ -1,4 +1,4 @@
 """What autograd holds instead of a saved tensor, and the copies that move its bytes.
 
-Imports: ``profiling``, ``schedule``, ``host_memory``, ``device``. Start at :mod:`ds_fgoffload.saved.saved_tensors`.
+Imports: ``profiling``, ``host_memory``, ``device``, ``compat``. Start at :mod:`ds_fgoffload.saved.saved_tensors`.
 """

@@ -140,7 +140,7 @@ def transfer_on(device: torch.device) -> Transfer:
 streams_on = cache(make_streams)
 
 
-class State(Enum):
+class ParcelState(Enum):
     """Who holds the bytes."""
 
     RESIDENT = "the device"
@@ -209,7 +209,7 @@ class Parcel:
     ) -> None:
         self.key = key
         self.stats = stats
-        self.state = State.RESIDENT
+        self.state = ParcelState.RESIDENT
         self.needed = False
         """True once backward has used it."""
         self.accounted = False
@@ -243,32 +243,32 @@ class Parcel:
             self._content = ()
         assert self._memory is not None
         self._copied_out = self._transfer.offload(storage_bytes(self._memory), lease, self._compute, self.stats)
-        self.state = State.COPYING_OUT
+        self.state = ParcelState.COPYING_OUT
 
     def release(self) -> None:
         """Drops this reference to the device memory, after the copy in the order of the device."""
-        if self.state is not State.COPYING_OUT:
+        if self.state is not ParcelState.COPYING_OUT:
             return
         self._transfer.before_release(self._copied_out, self.stats)
         self._memory = None
         if self._alias is not None:
             drop_memory(self._alias)
-        self.state = State.ON_HOST
+        self.state = ParcelState.ON_HOST
 
     def reload(self) -> bool:
         """Makes the bytes come back to the device. False if they need no copy, because something else holds them."""
-        if self.state is not State.ON_HOST or self._find_original():
+        if self.state is not ParcelState.ON_HOST or self._find_original():
             return False
         assert self._lease is not None
         self._memory, self._copied_in = self._transfer.reload(self._lease, self._compute, self.stats)
-        self.state = State.RELOADED
+        self.state = ParcelState.RELOADED
         return True
 
     def memory(self) -> torch.Tensor:
         """The device memory of the whole parcel, ready for the caller's stream; reloaded now if need be."""
         if self._memory is None:
             self.reload()
-        if self.state is State.RELOADED:
+        if self.state is ParcelState.RELOADED:
             compute = self._transfer.compute()
             if compute not in self._ready_on:
                 self._transfer.before_use(self._copied_in, compute, self.stats)
@@ -285,17 +285,17 @@ class Parcel:
             return False
         self._alias.data = torch.empty(0, dtype=torch.uint8, device=self._alias.device).set_(original)
         self._memory = self._alias
-        self.state = State.COPYING_OUT
+        self.state = ParcelState.COPYING_OUT
         return True
 
     def __del__(self) -> None:
         leased_bytes = 0
         if self._lease is not None:
-            if self.state is State.COPYING_OUT:
+            if self.state is ParcelState.COPYING_OUT:
                 # What the copy would read after that is nobody's, but the pages may be unmapped under it, which faults
                 # (expandable segments: their allocator waits for its own stream only).
                 self._transfer.before_end(self._copied_out, self.stats)
-            elif self.state is State.RELOADED and self._compute not in self._ready_on:
+            elif self.state is ParcelState.RELOADED and self._compute not in self._ready_on:
                 self._transfer.before_drop(self._copied_in, self._compute)
             self._lease.give_back(self._copied_out, self._copied_in)
             leased_bytes = self.size_bytes

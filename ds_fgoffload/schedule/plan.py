@@ -133,7 +133,7 @@ NOTHING_KNOWN = Points({}, {}, {}, frozenset(), timed_bytes=TIMED_BYTES)
 """For the first rounds: nothing leaves, since nothing is surely in time, but the link is timed."""
 
 
-class Witness(Protocol):
+class Observer(Protocol):
     """Is told what the schedule passes."""
 
     def round_began(self, points: Points | None) -> None:

@@ -1,7 +1,7 @@
 """When parcels leave the device and come back: events of the step in, acts for the transfer out.
 
-Pure Python, no tensors, no clock: the runtime drives it with what happens. What it passes on the way it tells a
-*witness*, who may take the time.
+Pure Python, no tensors, no time of day: the runtime drives it with what happens. It reports each event to an
+*observer*, which may record when the device passes it.
 
 Forward: every save that the plan offloads is copied at once (``OFFLOAD``). Its device memory is given back
 (``RELEASE``) at the moment from which the copy is known to be over, if a round has been recorded
@@ -26,7 +26,7 @@ from typing import Any
 
 from ds_fgoffload.schedule.clock import Clock
 from ds_fgoffload.schedule.order import NeedOrder
-from ds_fgoffload.schedule.plan import Act, Kind, Moment, Place, Plan, Points, Site, Timetable, Verb, Witness
+from ds_fgoffload.schedule.plan import Act, Kind, Moment, Observer, Place, Plan, Points, Site, Timetable, Verb
 
 
 class _Where(Enum):
@@ -55,10 +55,10 @@ class _Entry:
 class Schedule:
     """One per attachment. ``synchronous``: copies are over when they return, so nothing is gained by releasing late."""
 
-    def __init__(self, plan: Plan, *, synchronous: bool, witness: Witness | None = None) -> None:
+    def __init__(self, plan: Plan, *, synchronous: bool, observer: Observer | None = None) -> None:
         self._plan = plan
         self._synchronous = synchronous
-        self._witness = witness
+        self._observer = observer
         self._order = NeedOrder()
         self._entries: dict[int, _Entry] = {}
         self._leaving: OrderedDict[int, int] = OrderedDict()  # key -> bytes, oldest first
@@ -77,14 +77,14 @@ class Schedule:
         self._timed_bytes = 0  # copied in this round to learn the link's rate
         self._to_reload: list[tuple[int, int, int]] = []  # heap: planned position, position of its need, key
         self._landmarks: dict[int, int] = {}  # calls of modules that are no units, in this micro-batch
-        self._position = -1  # of the last moment that was in the recorded round, too
+        self._position = -1  # of the latest moment that is also in the planned round
         self._clock = Clock()
 
-    def go_by(self, points: Points | None) -> None:
-        """From the next round on. None: by windows."""
+    def follow(self, points: Points | None) -> None:
+        """Follow these points from the next round on; None: the windows."""
         self._round_points = points
 
-    def go_by_windows(self) -> None:
+    def follow_windows(self) -> None:
         """For the rest of this round: memory is short, and nothing is known that would spare it without waits."""
         self._points = None
 
@@ -96,15 +96,15 @@ class Schedule:
         """The forward of a micro-batch of ``size`` elements begins. True if a new round does."""
         new_round = self._order.micro_batch_began(micro_batch)
         if new_round:
-            if self._witness is not None:
-                self._witness.round_began(self._round_points)
+            if self._observer is not None:
+                self._observer.round_began(self._round_points)
             self._points = self._round_points
             self._position = -1
             self._clock = Clock()
             self._timed_bytes = 0
             self._to_reload.clear()
-        if self._witness is not None:
-            self._witness.micro_batch_began(size)
+        if self._observer is not None:
+            self._observer.micro_batch_began(size)
         self._landmarks.clear()
         return new_round
 
@@ -165,8 +165,8 @@ class Schedule:
         """The parcel is on the device whatever was decided: no room on the host, or something else holds it."""
         entry = self._entries[key]
         self._move(key, entry, _Where.KEPT)
-        if held and self._witness is not None:
-            self._witness.held(entry.place)
+        if held and self._observer is not None:
+            self._observer.held(entry.place)
 
     def backward_began(self, micro_batch: int) -> list[Act]:
         """Backward of the micro-batch begins. What it needs first comes back now, unless that never left the device."""
@@ -202,10 +202,10 @@ class Schedule:
         return acts + self._prefetch(entry.micro_batch)
 
     def died(self, key: int, when: Any = None) -> list[Act]:
-        """The last view of what is in the parcel is gone; ``when`` is for the witness."""
+        """The last view of what is in the parcel is gone; ``when`` is for the observer."""
         entry = self._entries.pop(key)
-        if self._witness is not None and self._order.ordinal(entry.micro_batch) is not None:
-            self._witness.died(entry.place, when)
+        if self._observer is not None and self._order.ordinal(entry.micro_batch) is not None:
+            self._observer.died(entry.place, when)
         self._alive_bytes -= entry.size_bytes
         self._move(key, entry, _Where.KEPT)
         self._order.died(key, entry.micro_batch, entry.place)
@@ -215,8 +215,8 @@ class Schedule:
     def release_window_bytes(self) -> int:
         """Automatic: the largest call's bytes, at most an eighth of all that is alive, at least two largest parcels.
 
-        One call's bytes, because a window smaller than a unit's burst stalls compute at once; an eighth, because what
-        is inside the window frees nothing; two parcels, so that one is copied while the next is made.
+        One call's bytes, because if the window is smaller than what one call saves, compute waits at once; an eighth,
+        because what is inside the window frees nothing; two parcels, so that one is copied while the next is made.
         """
         if self._plan.release_window_bytes is not None:
             return self._plan.release_window_bytes
@@ -234,11 +234,11 @@ class Schedule:
     ) -> list[Act]:
         """The moment is there: what was planned for it, or for a moment before it that did not come."""
         ordinal = self._order.ordinal(micro_batch)
-        if ordinal is None or (self._witness is None and self._points is None):
+        if ordinal is None or (self._observer is None and self._points is None):
             return []
         moment = Moment(kind, Place(ordinal, site))
-        if self._witness is not None:
-            self._witness.passed(moment, size_bytes, self._host_bytes)
+        if self._observer is not None:
+            self._observer.passed(moment, size_bytes, self._host_bytes)
         if self._points is None:
             return []
         position = self._points.positions.get(moment, -1)
@@ -351,7 +351,7 @@ class Schedule:
         return Act(Verb.RELOAD, key)
 
     def _move(self, key: int, entry: _Entry, to: _Where) -> None:
-        """Books the parcel from where it is to where it is going."""
+        """Moves the parcel to another state and updates the byte counts."""
         if entry.where is _Where.LEAVING:
             del self._leaving[key]
             self._leaving_bytes -= entry.size_bytes

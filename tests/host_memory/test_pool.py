@@ -228,7 +228,7 @@ def test_a_system_that_refused_is_not_asked_again_at_once(monkeypatch):
     assert pool.lease(8 * KIB).size_bytes == 8 * KIB  # less than what was refused
     system.largest = MIB
     assert pool.lease(9 * KIB) is None
-    now = supply_module.PATIENCE_S
+    now = supply_module.RETRY_AFTER_S
     assert pool.lease(9 * KIB).size_bytes == 9 * KIB
 
 

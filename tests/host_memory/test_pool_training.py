@@ -76,7 +76,7 @@ def test_a_pin_that_fails_at_any_of_the_first_fifty_changes_no_bit(
     monkeypatch, pool, warnings, model, expected, choice, forever
 ):
     section = {**SECTION, "host_pool": {"on_pin_failure": choice}}
-    monkeypatch.setattr(supply_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(supply_module, "RETRY_AFTER_S", 0.0)
     monkeypatch.setattr(budget_module, "room", lambda: Room(1 << 30, 1 << 30, "the system"))
     for k in range(1, 51):
         calls = 0

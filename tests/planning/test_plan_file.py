@@ -176,7 +176,7 @@ def test_a_file_of_something_else_is_refused_with_the_differences(path, written,
     training = Training(GOAL, LINK, PlanStore(path, header))
     assert said == [
         f"fine_grained_offload.plan_file: {path} was written for something else: {difference}. Training goes on "
-        "without it, and it will be written anew"
+        "without it; the file will be overwritten"
     ]
     assert training.offloader._tuner.forecast is None
     for work in steps_of("uniform lengths", 20):
@@ -243,7 +243,7 @@ def test_a_link_that_has_become_slower_is_seen_in_three_rounds(path, said):
     training = trained(steps[:5], PlanStore(path, HEADER), link=LINK / 2)
     assert said == [
         f"fine_grained_offload.plan_file: {path} was written for a link to the host of 5.7 MiB/s, and this one carries "
-        "2.9 MiB/s. Training goes on without it, and it will be written anew"
+        "2.9 MiB/s. Training goes on without it; the file will be overwritten"
     ]
     for work in steps:
         training.step(work)
@@ -274,7 +274,7 @@ def test_a_file_that_cannot_be_read_is_said(path, written, said, monkeypatch):
     assert PlanStore(path, HEADER).known() == []
     assert said == [
         f"fine_grained_offload.plan_file: {path} cannot be read: [Errno 13] Permission denied. Training goes on "
-        "without it, and it will be written anew"
+        "without it; the file will be overwritten"
     ]
 
 

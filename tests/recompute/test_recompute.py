@@ -369,8 +369,8 @@ def test_an_argument_changed_after_the_call_is_an_error_as_without(recompute):
 
 
 OVERWRITTEN = (
-    "its output is overwritten afterwards by something that counts no version up (a collective in place, a kernel that "
-    "writes over its input)"
+    "its output is overwritten afterwards by something that does not increase the version counter (a collective in "
+    "place, a kernel that writes over its input)"
 )
 
 

@@ -15,7 +15,7 @@ from ds_fgoffload.device.streams import SynchronousStreams
 from ds_fgoffload.host_memory.pool import HostPool, HostPoolSettings
 from ds_fgoffload.saved.saved_tensors import KeptTensor, SavedStorage
 from ds_fgoffload.saved.tensors import Layout
-from ds_fgoffload.saved.transfer import Death, Parcel, State, Transfer
+from ds_fgoffload.saved.transfer import Death, Parcel, ParcelState, Transfer
 from ds_fgoffload.stats import UnitStats
 from tests.helpers.adversary import AdversarialStreams
 
@@ -40,7 +40,7 @@ class Saved:
         self.parcel = Parcel(7, aliases, UnitStats(), transfer, first.compute, self.deaths, first.original)
 
     def offload(self):
-        if self.parcel.state is State.RESIDENT:
+        if self.parcel.state is ParcelState.RESIDENT:
             self.parcel.offload(self.pool.lease(self.parcel.size_bytes))
             for storage, offset in zip(self.storages, self.parcel.offsets, strict=True):
                 storage.send_with(self.parcel, offset)
@@ -91,10 +91,10 @@ BOTH = pytest.mark.parametrize("make", [alone, packed])
 
 # Steps that lead to each state, with the originals gone, as is usual.
 WAYS = {
-    State.RESIDENT: (),
-    State.COPYING_OUT: ("let_go", "offload"),
-    State.ON_HOST: ("let_go", "offload", "release"),
-    State.RELOADED: ("let_go", "offload", "release", "reload"),
+    ParcelState.RESIDENT: (),
+    ParcelState.COPYING_OUT: ("let_go", "offload"),
+    ParcelState.ON_HOST: ("let_go", "offload", "release"),
+    ParcelState.RELOADED: ("let_go", "offload", "release", "reload"),
 }
 IN_EACH_STATE = pytest.mark.parametrize("state", list(WAYS), ids=lambda state: state.name)
 
@@ -116,8 +116,8 @@ def test_the_same_tensor_comes_back_from_every_state(make, state):
 @IN_EACH_STATE
 @pytest.mark.parametrize("step", ["release", "reload"])
 def test_a_step_that_does_not_start_here_does_nothing(make, state, step):
-    legal = {"release": State.COPYING_OUT, "reload": State.ON_HOST}
-    leads_to = {"release": State.ON_HOST, "reload": State.RELOADED}
+    legal = {"release": ParcelState.COPYING_OUT, "reload": ParcelState.ON_HOST}
+    leads_to = {"release": ParcelState.ON_HOST, "reload": ParcelState.RELOADED}
     saved = make().do(*WAYS[state], step)
     assert saved.parcel.state is (leads_to[step] if state is legal[step] else state)
     assert torch.equal(saved.view(), saved.expected[0])
@@ -213,7 +213,7 @@ def test_death_gives_the_block_back_with_its_last_uses(make, steps, fences):
 
 @BOTH
 def test_the_last_view_owns_the_memory_and_nothing_else_does(make):
-    saved = make().do(*WAYS[State.RELOADED])
+    saved = make().do(*WAYS[ParcelState.RELOADED])
     view = saved.view()
     gc.disable()
     try:
@@ -242,7 +242,9 @@ def test_a_change_of_the_original_is_refused(make, before, views):
 
 
 @BOTH
-@pytest.mark.parametrize("state", [State.RESIDENT, State.COPYING_OUT, State.RELOADED], ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    "state", [ParcelState.RESIDENT, ParcelState.COPYING_OUT, ParcelState.RELOADED], ids=lambda state: state.name
+)
 def test_a_change_of_what_was_given_back_is_refused_ever_after(make, state):
     saved = make().do(*WAYS[state])
     saved.view().mul_(2)
@@ -255,7 +257,7 @@ def test_a_change_of_what_was_given_back_is_refused_ever_after(make, state):
 
 
 def test_a_change_of_one_storage_is_none_of_its_neighbours_in_the_parcel():
-    saved = packed().do(*WAYS[State.RELOADED])
+    saved = packed().do(*WAYS[ParcelState.RELOADED])
     saved.view(0).mul_(2)
     for index in range(1, 5):
         assert torch.equal(saved.view(index), saved.expected[index])

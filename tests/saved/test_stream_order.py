@@ -536,11 +536,11 @@ class Stage:
                     self._forward(command)
                 elif isinstance(command, deepspeed_schedule.BackwardPass):
                     self._backward(command)
-        self._bury()
+        self._process_deaths()
         assert not self._on_host
 
     def _forward(self, command):
-        self._bury()
+        self._process_deaths()
         self._micro_batch += 1
         self.schedule.micro_batch_began(self._micro_batch)
         keys = []
@@ -555,18 +555,18 @@ class Stage:
 
     def _backward(self, command):
         micro_batch, keys = self._in_flight.pop(command.buffer_id)
-        self._bury()
+        self._process_deaths()
         self.ahead_of_backward += keys[-1] not in self._on_host
         self._carry_out(self.schedule.backward_began(micro_batch))
         for output in range(self.outputs):
             for key in reversed(keys):
-                self._bury()
+                self._process_deaths()
                 self.late += key in self._on_host
                 self._carry_out(self.schedule.needed(key))
                 if output == self.outputs - 1:
                     self._dead.append(key)
 
-    def _bury(self):
+    def _process_deaths(self):
         while self._dead:
             self._carry_out(self.schedule.died(self._dead.pop(0)))
 

@@ -10,7 +10,7 @@ import pytest
 from ds_fgoffload.host_memory.pool import Lease
 from ds_fgoffload.planning import planner, tuner
 from ds_fgoffload.saved import transfer as transfer_module
-from ds_fgoffload.saved.transfer import Parcel, State, Transfer
+from ds_fgoffload.saved.transfer import Parcel, ParcelState, Transfer
 from tests.helpers.adversarial import run_seed
 
 ENOUGH_SEEDS = 1500
@@ -152,7 +152,7 @@ def test_memory_that_is_being_copied_out_is_not_dropped_before_the_copy(record_p
     end = Parcel.__del__
 
     def careless_end(parcel):
-        if parcel.state is State.COPYING_OUT:
+        if parcel.state is ParcelState.COPYING_OUT:
             with mock.patch.object(type(parcel._transfer), "before_end"):
                 end(parcel)
         else:

@@ -55,7 +55,7 @@ POINTS = Points(
 
 def schedule_of(points=POINTS, **times):
     schedule = Schedule(Plan(), synchronous=False)
-    schedule.go_by(replace(points, times=replace(points.times, **times)))
+    schedule.follow(replace(points, times=replace(points.times, **times)))
     schedule.micro_batch_began(1)
     return schedule
 
@@ -80,7 +80,7 @@ AS_PLANNED = """
 def test_a_round_that_goes_as_planned():
     check(schedule_of(), AS_PLANNED)
     fixed = Schedule(Plan(), synchronous=False)
-    fixed.go_by(replace(POINTS, times=None))
+    fixed.follow(replace(POINTS, times=None))
     fixed.micro_batch_began(1)
     check(fixed, AS_PLANNED)
 
