@@ -238,11 +238,7 @@ class Step:
     counts: dict[str, float] = field(default_factory=dict)
     """What ours counted more, and ``leased``, the most on lease so far."""
     expected: Expected | None = None
-    """What ours went by."""
-
-    def written(self) -> dict[str, Any]:
-        """For the file."""
-        return {**{key: value for key, value in vars(self).items() if key != "expected"}}
+    """What ours went by; None: nothing was planned for this length, or another plan was made meanwhile."""
 
 
 COUNTED = ("saved_bytes", "offloaded_bytes", "stalled_ms", "late_reloads", "held_bytes")
@@ -265,6 +261,7 @@ class Changing:
         self.steps: dict[str, list[Step]] = {}
         self.checks: dict[str, dict[str, Any]] = {}
         self.predicted: dict[str, list[dict[str, Any]]] = {}
+        self.at_start: dict[str, dict[str, float]] = {}
         self.failed: dict[str, str] = {}
         self.not_run: list[str] = []
         self.took_s: dict[str, float] = {}
@@ -307,7 +304,13 @@ class Changing:
         yield from checks(others)
 
     def run_all(self) -> None:
-        """All turns, as far as the time goes."""
+        """All turns, as far as the time goes. Before them, a few steps load the kernels."""
+        training = Training(self.arguments)
+        for kind in KINDS:
+            training.step(lengths_of(kind, 1, self.arguments.length)[0])
+        self.parameters = sum(p.numel() for p in training.model.parameters())
+        del training
+        self._clean()
         with self._folder:
             for turn in self.turns():
                 self._run_if_possible(turn)
@@ -358,7 +361,6 @@ class Changing:
 
     def _run(self, turn: Turn) -> None:
         training = Training(self.arguments)
-        self.parameters = sum(p.numel() for p in training.model.parameters())
         with self._open(turn, training) as run:
             if turn.how == "check":
                 self._check(turn, training, run)
@@ -383,6 +385,9 @@ class Changing:
         tuner = tuner_of(run)
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
+        self.at_start[turn.key] = {"allocated_gib": allocated() / GIB}
+        if run.attachment is not None:
+            self.at_start[turn.key]["pool_limit_gib"] = ds_fgoffload.host_pool().stats().limit_bytes / GIB
         before = counts_of(run)
         for done, index in enumerate(indices):
             if time.monotonic() > until_s:
@@ -391,6 +396,7 @@ class Changing:
             if ON_GPU and (done == alone_from or (done > alone_from and turn.how != "plan")):
                 torch.cuda.reset_peak_memory_stats()
             length = self.lengths[turn.kind][index]
+            expected = expected_of(tuner, length)
             begin_s = time.perf_counter()
             ms, loss = timed(partial(run.step, length))
             host_ms = (time.perf_counter() - begin_s) * 1e3
@@ -398,12 +404,15 @@ class Changing:
             more = {key: now[key] - before[key] for key in before if key != "leased"}
             step = Step(index, length, ms, host_ms, *peaks(), allocated(), pinned_by(run), float(loss))
             if run.attachment is not None:
-                step.counts, step.expected = {**more, "leased": now["leased"]}, expected_of(tuner, length)
+                step.counts = {**more, "leased": now["leased"]}
+                after = expected_of(tuner, length)
+                step.expected = expected if expected and after and expected[1] is after[1] else None
             steps.append(step)
             before = now
-        self.predicted[turn.key] = [
-            planned_of(one, forecast) for one, forecast in distinct(step.expected for step in steps)
-        ]
+        if turn.how == "timed":  # of the others, the peaks are not those of each step
+            self.predicted[turn.key] = [
+                planned_of(one, forecast) for one, forecast in distinct(step.expected for step in steps)
+            ]
 
     def _check(self, turn: Turn, training: Training, run: Run) -> None:
         """Losses and gradients bit by bit. Where no plan was loaded, one is learned first, and undone."""
@@ -474,17 +483,18 @@ class Changing:
 
     def _row(self, key: str, steps: Sequence[Step]) -> dict[str, Any]:
         learn = self.arguments.learn
-        row: dict[str, Any] = {"steps": [step.written() for step in steps]}
+        row: dict[str, Any] = {"at_start": self.at_start.get(key, {})}
         if not key.endswith((", plan", ", again")):
             row["first"] = part([step for step in steps if step.index < learn])
         row["after"] = part([step for step in steps if step.index >= learn])
+        row["steps"] = columns(steps)
         return row
 
     def _compare(self, key: str, row: dict[str, Any]) -> None:
         """With plain training on the same lengths, step by step."""
         kind, mode, *how = key.split(", ")
         steps, plain_steps = self.steps[key], self.steps.get(f"{kind}, plain", [])
-        again = self.steps.get(f"{kind}, plain, again", [])
+        again = self.steps.get(f"{kind}, plain, again", [])[BEFORE_AGAIN:]
         by_index = {step.index: step for step in plain_steps}
         learn = self.arguments.learn
         for name, own in (
@@ -506,9 +516,7 @@ class Changing:
             row["loaded"] = self._loaded(steps, self.steps.get(f"{kind}, {mode}", []))
         if self.predicted.get(key):
             row["predicted"] = [
-                found
-                for planned in self.predicted[key]
-                if (found := against_plan(planned, steps, by_index, 0 if how else learn))
+                found for planned in self.predicted[key] if (found := against_plan(planned, steps, by_index, learn))
             ]
 
     def _loaded(self, steps: Sequence[Step], first_run: Sequence[Step]) -> dict[str, Any]:
@@ -585,8 +593,6 @@ def against_plan(
         for step in steps
         if step.expected is not None and id(step.expected[1]) == planned["plan"] and step.index >= learn
     ]
-    # the first step after a plan is made may have begun by the last
-    own = own[1:]
     if not own or not planned.get("tokens") or not planned["is_last"]:
         return None
     size = planned["tokens"][0]
@@ -626,6 +632,23 @@ def time_over(steps: Sequence[Step], others: Sequence[Step]) -> float | None:
     by_index = {step.index: step for step in others}
     pairs = [(step.ms, by_index[step.index].ms) for step in steps if step.index in by_index]
     return sum(mine for mine, _ in pairs) / sum(other for _, other in pairs) - 1 if pairs else None
+
+
+def columns(steps: Sequence[Step]) -> dict[str, list[float]]:
+    """For the file: of each step, in MiB where it is memory."""
+    found: dict[str, list[float]] = {
+        "index": [step.index for step in steps],
+        "ms": [round(step.ms, 2) for step in steps],
+        "host_ms": [round(step.host_ms, 2) for step in steps],
+        "loss": [step.loss for step in steps],
+    }
+    for name in ("peak_reserved", "peak_allocated", "pinned"):
+        found[f"{name}_mib"] = [getattr(step, name) >> 20 for step in steps]
+    if steps and steps[0].counts:
+        found["offloaded_mib"] = [int(step.counts["offloaded_bytes"]) >> 20 for step in steps]
+        found["stalled_ms"] = [round(step.counts["stalled_ms"], 2) for step in steps]
+        found["follows_plan"] = [int(step.expected is not None) for step in steps]
+    return found
 
 
 def part(steps: Sequence[Step]) -> dict[str, Any]:
