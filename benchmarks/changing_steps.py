@@ -70,6 +70,8 @@ KINDS = ("fixed", "uniform", "buckets")
 SEEDS = {"uniform": "uniform 10", "buckets": "buckets 1"}
 """With these the fortieth step is one of the longest, for the run that loads a plan, and so is one of the first 30."""
 AGAIN_STEPS, BEFORE_AGAIN = 27, 3
+OTHERS_FIRST = 5
+"""Steps before those that count, of the modes that are not ours."""
 CHECKED_STEPS, STEPS_BEFORE_CHECK = 6, 16
 """Steps that are compared bit by bit; and before them, where no plan can be loaded, so many in which to learn one."""
 PLAN_FROM = 38
@@ -84,11 +86,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=JSON", help="one more section of ours")
     parser.add_argument("--learn", type=int, default=30, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=60, help="that count")
-    parser.add_argument("--plan-file", action="store_true", help="run modes of ours again with the plan they wrote")
+    parser.add_argument(
+        "--plan-file", nargs="*", metavar="MODE", help="run these modes of ours (default: all) again with their plan"
+    )
     parser.add_argument("--plan-steps", type=int, default=20, help="of that run")
     parser.add_argument("--no-check", action="store_true", help="compare no losses and gradients")
     parser.add_argument("--seconds", type=float, default=500, help="ends before this, the imports not counted")
-    parser.add_argument("--longest", type=float, default=60, help="seconds of a mode; then it has fewer steps")
+    parser.add_argument("--longest", type=float, default=20, help="seconds for the steps of a mode that is not ours")
     parser.add_argument("--length", type=int, default=8192, help="tokens of the longest sequence")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=151936)
@@ -99,6 +103,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.tiny:
         chosen.layers, chosen.vocabulary, chosen.length = 2, 128, min(chosen.length, 64)
+    if chosen.plan_file == []:
+        chosen.plan_file = ["*"]
     chosen.name = chosen.name or f"changing_steps_{chosen.model}"
     return chosen
 
@@ -288,7 +294,7 @@ class Changing:
             yield Turn(kind, "plain")
             for mode in mine:
                 yield Turn(kind, mode)
-                if self.arguments.plan_file:
+                if any(fnmatch.fnmatchcase(mode, pattern) for pattern in self.arguments.plan_file or ()):
                     yield Turn(kind, mode, "plan")
             yield Turn(kind, "plain", "again")
 
@@ -338,6 +344,8 @@ class Changing:
     def _expected_s(self, turn: Turn) -> float:
         """As plain training took on these lengths, or nothing is known."""
         took_s = self.took_s.get(Turn(turn.kind, "plain").key, 0.0)
+        if turn.how == "timed" and turn.mode in OTHERS:
+            took_s = min(took_s, self.arguments.longest)
         share = {"timed": 1.0, "again": 0.4, "plan": 0.3, "check": 0.3}[turn.how]
         return took_s * share
 
@@ -369,8 +377,11 @@ class Changing:
             else:
                 self._time(turn, run)
 
-    def _indices(self, turn: Turn) -> tuple[range, int]:
-        """Which of the lengths a turn trains on, and after how many steps the peaks are reset each time."""
+    def _indices(self, turn: Turn) -> tuple[Sequence[int], int]:
+        """Which of the lengths a turn trains on, and after how many steps the peaks are reset each time.
+
+        Others than ours learn nothing, so that they get by with fewer steps.
+        """
         learn, count = self.arguments.learn, len(self.lengths[turn.kind])
         if turn.how == "again":
             first = max(0, learn - BEFORE_AGAIN)
@@ -378,11 +389,14 @@ class Changing:
         if turn.how == "plan":
             first = min(PLAN_FROM, count // 2)
             return range(first, min(count, first + self.arguments.plan_steps)), 1
+        if turn.mode in OTHERS:
+            first = min(OTHERS_FIRST, learn)
+            return [*range(first), *range(learn, count)], first
         return range(count), learn
 
     def _time(self, turn: Turn, run: Run) -> None:
         indices, alone_from = self._indices(turn)
-        until_s = min(self.until_s, time.monotonic() + self.arguments.longest)
+        until_s = math.inf if turn.mode not in OTHERS else time.monotonic() + self.arguments.longest
         steps = self.steps[turn.key] = []
         tuner = tuner_of(run)
         if ON_GPU:
@@ -392,7 +406,7 @@ class Changing:
             self.at_start[turn.key]["pool_limit_gib"] = ds_fgoffload.host_pool().stats().limit_bytes / GIB
         before = counts_of(run)
         for done, index in enumerate(indices):
-            if time.monotonic() > until_s:
+            if time.monotonic() > min(until_s, self.until_s):
                 break
             # The tuner looks at the peaks in its first rounds, so that they are not reset then.
             if ON_GPU and (done == alone_from or (done > alone_from and turn.how != "plan")):
@@ -620,7 +634,7 @@ def against_plan(
         found["measured_peak_without_bytes"] = peak(beside)
         found["measured_freed_bytes"] = found["measured_peak_without_bytes"] - found["measured_peak_bytes"]
         found["measured_added_time"] = sum(s.ms for s in own) / sum(s.ms for s in beside) - 1
-        found["planned_added_time"] = planned["stalled_ms"] / planned["length_ms"]
+        found["planned_added_time"] = planned["stalled_ms"] / mean(lambda step: step.ms, beside)
         found["added_time_error"] = found["measured_added_time"] - found["planned_added_time"]
     for name in ("saved_bytes", "copied_bytes", "freed_bytes", "peak_bytes", "peak_without_bytes"):
         foreseen, measured = planned.get(name), found.get(f"measured_{name}")
