@@ -195,8 +195,9 @@ def test_megatron_trains_the_same_and_copies_what_the_selected_modules_save(job,
     assert torch.equal(job.step(), loss)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, monkeypatch, whole):
+@pytest.fixture
+def trl_on_cpu(monkeypatch):
+    """TRL's manager with its tensors on the CPU, and the bytes of each that it packs."""
     pytest.importorskip("trl")
     package = modes.trl_activation_offloading()
     streams = SimpleNamespace(Stream=Events, stream=lambda _: contextlib.nullcontext(), current_stream=Events)
@@ -208,22 +209,28 @@ def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, monkeypa
     manager = package.OffloadActivations
 
     class Watched(manager):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, **options):
+            super().__init__(**options)
             pack = self.pack_hook
             self.pack_hook = lambda tensor: (packed.append(tensor.nbytes), pack(tensor))[1]
 
     monkeypatch.setattr(package, "OffloadActivations", Watched)
     monkeypatch.setattr(modes, "trl_activation_offloading", lambda: package)
+    monkeypatch.setattr(changing_steps, "trl_activation_offloading", lambda: package)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    return packed
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, trl_on_cpu, whole):
     loss, expected = job.step(), gradients(job)
     counts = []
     with modes.trl(job, whole=whole) as run:
         for _ in range(2):
-            packed.clear()
+            trl_on_cpu.clear()
             assert torch.equal(run.step(), loss)
             assert all(torch.equal(a, b) for a, b in zip(gradients(job), expected, strict=True))
-            counts.append(len(packed))
+            counts.append(len(trl_on_cpu))
     per_layer = counts[0] / len(job.model.layers)
     assert counts[0] == counts[1]
     assert per_layer > 30 if whole else 0 < per_layer < 30
@@ -384,6 +391,15 @@ class TestChangingSteps:
         unpaired = changing_steps.Step(4, 64, 9.0, 9.0, 0, 0, 0, 0, 1.0)
         assert changing_steps.time_over([step], [other, unpaired]) == pytest.approx(0.6)
         assert changing_steps.time_over([unpaired], [other]) is None
+
+    def test_trl_takes_what_layers_save(self, trl_on_cpu):
+        arguments = changing_steps.parse(["--tiny"])
+        training, other = changing_steps.Training(arguments), changing_steps.Training(arguments)
+        with changing_steps.trl(training) as run:
+            for length in (64, 40):
+                trl_on_cpu.clear()
+                assert torch.equal(run.step(length), other.step(length))
+                assert len(trl_on_cpu) > 60
 
     def test_lengths_are_the_same_each_time_and_within_bounds(self):
         uniform, buckets, fixed = (
