@@ -25,6 +25,7 @@ import random
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -339,7 +340,17 @@ class Changing:
         self._clean()
         self.took_s[turn.key] = time.monotonic() - start_s
         self._tell(turn)
-        save(self.arguments.name, self.figures())
+        self.save()
+
+    def save(self) -> None:
+        """Writes what there is. If figures cannot be worked out, the steps are written all the same."""
+        try:
+            figures = self.figures()
+        except Exception:  # noqa: BLE001 - minutes of a device are in it
+            traceback.print_exc()
+            steps = {key: {"steps": columns(steps)} for key, steps in self.steps.items()}
+            figures = {"arguments": vars(self.arguments), "turns": steps, "checks": self.checks}
+        save(self.arguments.name, figures)
 
     def _expected_s(self, turn: Turn) -> float:
         """As plain training took on these lengths, or nothing is known."""
@@ -595,7 +606,9 @@ def planned_of(of_its_size: SizeClass, forecast: Any) -> dict[str, Any]:
     planned = {"plan": id(forecast), "is_last": forecast is of_its_size.forecast, "size": of_its_size.size}
     if forecast is of_its_size.forecast and of_its_size.profile is not None:
         told = _planned(forecast, of_its_size.profile)
-        planned |= {**asdict(told), "freed_bytes": told.freed_bytes, "tokens": list(of_its_size.profile.sizes)}
+        numbers = {**asdict(told), "freed_bytes": told.freed_bytes}
+        planned |= {key: None if value is None else float(value) for key, value in numbers.items()}  # numpy's, too
+        planned["tokens"] = [int(size) for size in of_its_size.profile.sizes]
         planned["plans_of_this_class"] = of_its_size.plans
     return planned
 
@@ -763,8 +776,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     arguments = parse(given)
     changing = Changing(arguments)
     changing.run_all()
+    changing.save()
     figures = changing.figures()
-    save(arguments.name, figures)
     show(figures, Console(width=170))
     return figures
 

@@ -2,6 +2,7 @@ import contextlib
 import math
 import statistics
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -455,3 +456,20 @@ class TestChangingSteps:
         assert found["added_time_error"] == pytest.approx(-planned["stalled_ms"] / 102.6, rel=1e-2)
         assert changing_steps.against_plan(planned, own, plain, learn=9) is None
         assert changing_steps.against_plan({**planned, "is_last": False}, own, plain, learn=2) is None
+
+    def test_plans_stand_in_the_file_and_the_table(self, results, monkeypatch, capsys):
+        training = Training(goal=PlanGoal())
+        for _ in range(20):
+            training.step()
+        (of_its_size,) = training.offloader._tuner._classes
+        of_its_size.size, of_its_size.profile = 64, replace(of_its_size.profile, sizes=(64,))
+        monkeypatch.setattr(
+            changing_steps, "tuner_of", lambda run: training.offloader._tuner if run.attachment else None
+        )
+        self.run("--lengths", "fixed", "--modes", "ours", "--no-check")
+        figures = tables.load("changing_steps_qwen3")
+        (found,) = figures["turns"]["fixed, ours"]["predicted"]
+        assert found["steps"] == 3
+        assert found["measured_saved_bytes"] > 0
+        assert figures["turns"]["fixed, ours"]["steps"]["follows_plan"] == [1] * 5
+        assert "| fixed, ours | 64 | 3 | " in "\n".join(tables.changing_steps(figures))
