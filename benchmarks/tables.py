@@ -178,6 +178,100 @@ def steps(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
+def changing_steps(figures: dict[str, Any]) -> list[str]:
+    """Lengths that change from step to step, and what was foreseen."""
+    arguments, turns = figures["arguments"], figures["turns"]
+    config = figures["config"]
+    experts = f", {config['num_local_experts']} experts by `{figures['experts']}`" if figures["experts"] else ""
+    learn, longest = arguments["learn"], arguments["length"]
+    lines = [
+        f"**Transformers' {arguments['model'].replace('qwen3', 'Qwen3').replace('_moe', '-MoE')}** "
+        f"({config['num_hidden_layers']} layers, hidden {config['hidden_size']}{experts}, "
+        f"{figures['parameters'] / 1e9:.1f}B parameters), bf16, one sequence a step, AdamW, one {figures['device']}. "
+        f"Lengths: always {longest} (fixed), {longest // 4}, {longest // 2} or {longest} (buckets), anything from {longest // 4} to {longest} (uniform). "
+        f"`modules: {json.dumps(figures['selected'])}`. The first {learn} steps, in which ours learns, and the {arguments['steps']} after them:",
+        "",
+        "| lengths | | first: max reserved, GiB | first: time | after: max reserved, GiB | freed, GiB | of what is freed at a fixed length | after: time | against plain training again | stalled, ms a step | pinned, GiB | losses, gradients equal |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_changing_row(figures, key) for key in turns if key.count(", ") == 1),
+        *(f"| {key} | failed: {why.split(':')[0]} | | | | | | | | | | |" for key, why in figures["failed"].items()),
+    ]
+    errors = ("saved_bytes", "copied_bytes", "freed_bytes", "peak_bytes", "peak_without_bytes")
+    foreseen = [
+        f"| {key} | {found['tokens'][0]} | {found['steps']} | "
+        + " | ".join(_or_dash(found.get(f"{name}_error"), "+.1%") for name in errors)
+        + f" | {_or_dash(found.get('planned_added_time'), '+.2%')} | {_or_dash(found.get('measured_added_time'), '+.2%')} |"
+        for key, row in turns.items()
+        for found in row.get("predicted", ())
+    ]
+    if foreseen:
+        lines += [
+            "",
+            "What plans foresaw, less what was measured, as a part of that; and the time that is added to a step:",
+            "",
+            "| | tokens | steps | saved | copied | freed | peak | peak without | foreseen | measured |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *foreseen,
+        ]
+    loaded = [_loaded_row(key, row["loaded"]) for key, row in turns.items() if row.get("loaded")]
+    if loaded:
+        lines += [
+            "",
+            "A run that loaded its plan: its second step, and in the run that wrote the plan the step with the same tokens:",
+            "",
+            "| | max reserved, GiB | max allocated, GiB | step, ms | pinned, GiB | most pinned over most leased |",
+            "|---|---|---|---|---|---|",
+            *loaded,
+        ]
+    return lines
+
+
+def _changing_row(figures: dict[str, Any], key: str) -> str:
+    row = figures["turns"][key]
+    kind, mode = key.split(", ")
+    first, after = row.get("first", {}), row.get("after", {})
+    check = figures["checks"].get(f"{key}, check", {})
+    equal = ", ".join(
+        "yes" if check[name] else "NO" for name in ("losses_equal", "gradient_sums_equal") if name in check
+    )
+    stalled_ms = after["stalled_ms"] / after["steps"] if after.get("stalled_ms") is not None else None
+    plain_ = mode == "plain"
+    cells = (
+        kind,
+        title(figures, mode),
+        _or_dash(first.get("max_reserved_gib"), ".1f"),
+        _time_cell(first),
+        _or_dash(after.get("max_reserved_gib"), ".1f"),
+        "-" if plain_ else _or_dash(after.get("freed_reserved_gib"), ".1f"),
+        "-" if plain_ else _or_dash(after.get("freed_of_fixed"), ".0%"),
+        _time_cell(after),
+        _or_dash(after.get("against_again"), "+.1%"),
+        _or_dash(stalled_ms, ".1f"),
+        _or_dash(max(first.get("pinned_gib", 0.0), after.get("pinned_gib", 0.0)), ".1f"),
+        equal or "-",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _time_cell(part: dict[str, Any]) -> str:
+    if not part:
+        return "-"
+    return f"{part['steps']} steps in {part['total_s']:.1f} s ({_or_dash(part.get('added_time'), '+.1%')})"
+
+
+def _loaded_row(key: str, loaded: dict[str, Any]) -> str:
+    cells = [
+        f"{loaded[name]['second_step']:.{digits}f} ({loaded[name]['first_run']:.{digits}f})"
+        for name, digits in (("peak_reserved", 1), ("peak_allocated", 1), ("ms", 0), ("pinned", 1))
+    ]
+    step = f"{key.removesuffix(', plan')}, step {loaded['first_runs_step']} of the first run"
+    return f"| {step} | {' | '.join(cells)} | {_or_dash(loaded['pinned_over_leased'], '.2f')} |"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
 CASES = {"zero1": "ZeRO-1", "zero3": "ZeRO-3", "pipeline": "Pipeline of two stages, ZeRO-1"}
 
 
@@ -300,6 +394,9 @@ def more() -> str:
                 tables.pop(0)
         for lines in tables:
             parts += [*lines, "", source(figures), ""]
+    for name in sorted(p.stem for p in RESULTS.glob("changing_steps_*.json")):
+        figures = load(name)
+        parts += [*changing_steps(figures), "", source(figures), ""]
     if is_there("core"):
         figures = load("core")
         parts += [*core(figures), "", source(figures), ""]

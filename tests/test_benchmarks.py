@@ -2,12 +2,15 @@ import contextlib
 import math
 import statistics
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import deepseek, measure, megatron, modes, on_time, settings, tables
+from benchmarks import changing_steps, deepseek, measure, megatron, modes, on_time, settings, tables
+from ds_fgoffload.planning.planner import PlanGoal
+from tests.helpers.simulated import Training
 
 
 @pytest.fixture(params=sorted(settings.SELECTED))
@@ -193,8 +196,9 @@ def test_megatron_trains_the_same_and_copies_what_the_selected_modules_save(job,
     assert torch.equal(job.step(), loss)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, monkeypatch, whole):
+@pytest.fixture
+def trl_on_cpu(monkeypatch):
+    """TRL's manager with its tensors on the CPU, and the bytes of each that it packs."""
     pytest.importorskip("trl")
     package = modes.trl_activation_offloading()
     streams = SimpleNamespace(Stream=Events, stream=lambda _: contextlib.nullcontext(), current_stream=Events)
@@ -206,34 +210,41 @@ def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, monkeypa
     manager = package.OffloadActivations
 
     class Watched(manager):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, **options):
+            super().__init__(**options)
             pack = self.pack_hook
             self.pack_hook = lambda tensor: (packed.append(tensor.nbytes), pack(tensor))[1]
 
     monkeypatch.setattr(package, "OffloadActivations", Watched)
     monkeypatch.setattr(modes, "trl_activation_offloading", lambda: package)
+    monkeypatch.setattr(changing_steps, "trl_activation_offloading", lambda: package)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    return packed
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_trl_trains_the_same_and_takes_the_selected_modules_or_all(job, trl_on_cpu, whole):
     loss, expected = job.step(), gradients(job)
     counts = []
     with modes.trl(job, whole=whole) as run:
         for _ in range(2):
-            packed.clear()
+            trl_on_cpu.clear()
             assert torch.equal(run.step(), loss)
             assert all(torch.equal(a, b) for a, b in zip(gradients(job), expected, strict=True))
-            counts.append(len(packed))
+            counts.append(len(trl_on_cpu))
     per_layer = counts[0] / len(job.model.layers)
     assert counts[0] == counts[1]
     assert per_layer > 30 if whole else 0 < per_layer < 30
 
 
-class TestTheScript:
-    @pytest.fixture
-    def results(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("OUT", str(tmp_path))
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        return tmp_path
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    return tmp_path
 
+
+class TestTheScript:
     def run(self, *arguments):
         return on_time.main(["--tiny", "--warmup", "1", "--repeats", "2", "--rounds", "2", "--pairs", "3", *arguments])
 
@@ -314,3 +325,151 @@ def test_in_pairs_each_is_first_in_turn():
     assert order == ["plain", "own", "own", "plain"] * 2
     assert len(pairs.own_ms) == len(pairs.plain_ms) == 4
     assert len(measure.time_pairs(lambda: step("own"), lambda: step("plain"), 4, 0.0).own_ms) == 1
+
+
+class TestChangingSteps:
+    def run(self, *arguments):
+        return changing_steps.main(["--tiny", "--learn", "2", "--steps", "3", *arguments])
+
+    def test_all_turns_run_and_losses_are_equal(self, results, capsys):
+        self.run("--plan-file", "--setting", 'ours bad={"moduls": []}')
+        figures = tables.load("changing_steps_qwen3")
+        kinds = ("fixed", "uniform", "buckets")
+        expected = {
+            f"{kind}, {mode}"
+            for kind in kinds
+            for mode in ("plain", "plain, again", "ours", "ours, plan", "ours 1%", "ours 1%, plan", "checkpointing")
+        }
+        assert figures["turns"].keys() == expected
+        assert figures["failed"].keys() == {
+            *(f"{kind}, trl" for kind in kinds),
+            *(f"{kind}, ours bad" for kind in kinds),
+            *(f"{kind}, ours bad, plan" for kind in kinds),
+            "uniform, trl, check",
+            "uniform, ours bad, check",
+        }
+        assert "moduls" in figures["failed"]["fixed, ours bad"]
+        assert figures["not_run"] == []
+        for mode in ("plain", "ours", "ours 1%", "checkpointing"):
+            check = figures["checks"][f"uniform, {mode}, check"]
+            assert check["losses_equal"]
+            assert check["gradient_sums_equal"]
+            assert len(set(check["gradient_sums"])) == 5
+            assert (check["offloaded_bytes"] > 0) == mode.startswith("ours")
+        for kind in kinds:
+            first, second = (figures["turns"][f"{kind}, {mode}"] for mode in ("plain", "ours"))
+            assert first["steps"]["index"] == second["steps"]["index"] == [0, 1, 2, 3, 4]
+            assert first["steps"]["loss"] == second["steps"]["loss"]
+            assert (second["first"]["steps"], second["after"]["steps"]) == (2, 3)
+            loaded = figures["turns"][f"{kind}, ours, plan"]["loaded"]
+            assert loaded["first_runs_step"] == 4
+            assert loaded["length"] == figures["lengths"][kind][3]
+        text = "\n".join(tables.changing_steps(figures))
+        assert text.count("failed: OffloadConfigError") == 7
+        assert text.count("yes, yes") == 4
+        assert "Qwen3** (2 layers" in tables.more()
+
+    def test_experts_and_no_time(self, results, capsys):
+        self.run("--model", "qwen3_moe", "--lengths", "fixed", "--modes", "ours", "--plan-file", "ours 1%")
+        figures = tables.load("changing_steps_qwen3_moe")
+        checks = [figures["checks"][f"fixed, {mode}, check"] for mode in ("plain", "ours")]
+        assert checks[0]["gradient_sums"] == checks[1]["gradient_sums"]
+        assert figures["turns"].keys() == {"fixed, plain", "fixed, ours", "fixed, plain, again"}
+        assert figures["experts"] == "grouped_mm"
+        assert "4 experts by `grouped_mm`" in "\n".join(tables.changing_steps(figures))
+
+        nothing = self.run("--seconds", "0", "--modes", "ours", "--lengths", "buckets")
+        assert nothing["turns"] == {}
+        assert "buckets, plain" in nothing["not_run"]
+
+    def test_a_mode_that_takes_long_has_fewer_steps_and_is_compared_with_as_many(self, results, capsys):
+        figures = self.run("--longest", "0", "--lengths", "buckets", "--modes", "plain", "--no-check")
+        assert figures["turns"].keys() == {"buckets, plain", "buckets, plain, again"}
+        figures = self.run("--longest", "0", "--lengths", "buckets", "--modes", "checkpointing", "--no-check")
+        assert figures["turns"].keys() == {"buckets, plain", "buckets, plain, again"}
+        step = changing_steps.Step(3, 64, 8.0, 8.0, 0, 0, 0, 0, 1.0)
+        other = changing_steps.Step(3, 64, 5.0, 5.0, 0, 0, 0, 0, 1.0)
+        unpaired = changing_steps.Step(4, 64, 9.0, 9.0, 0, 0, 0, 0, 1.0)
+        assert changing_steps.time_over([step], [other, unpaired]) == pytest.approx(0.6)
+        assert changing_steps.time_over([unpaired], [other]) is None
+
+    def test_trl_takes_what_layers_save(self, trl_on_cpu):
+        arguments = changing_steps.parse(["--tiny"])
+        training, other = changing_steps.Training(arguments), changing_steps.Training(arguments)
+        with changing_steps.trl(training) as run:
+            for length in (64, 40):
+                trl_on_cpu.clear()
+                assert torch.equal(run.step(length), other.step(length))
+                assert len(trl_on_cpu) > 60
+
+    def test_lengths_are_the_same_each_time_and_within_bounds(self):
+        uniform, buckets, fixed = (
+            changing_steps.lengths_of(kind, 90, 8192) for kind in ("uniform", "buckets", "fixed")
+        )
+        assert uniform == changing_steps.lengths_of("uniform", 120, 8192)[:90]
+        assert min(uniform) >= 2048
+        assert min(max(uniform[:30]), max(uniform[30:]), uniform[39], buckets[39]) > 8000
+        assert set(buckets) == {2048, 4096, 8192}
+        assert set(fixed) == {8192}
+
+    def test_what_a_plan_foresaw_beside_what_came(self):
+        training = Training(goal=PlanGoal())
+        for _ in range(20):
+            training.step()
+        tuner = training.offloader._tuner
+        expected = changing_steps.expected_of(tuner, tuner._classes[0].size)
+        assert changing_steps.expected_of(tuner, 10_000) is None
+        assert changing_steps.expected_of(None, 1) is None
+        assert len(changing_steps.distinct(iter([None, expected, expected]))) == 1
+        planned = changing_steps.planned_of(*expected)
+        assert planned["is_last"]
+        assert planned["freed_bytes"] > 0
+        planned |= {"tokens": [100]}
+        static = 1000
+
+        def step(index, length, ms, peak, expected=None):
+            share = length / 100
+            counts = {
+                "saved_bytes": planned["saved_bytes"] * share,
+                "offloaded_bytes": planned["copied_bytes"] * share * 1.1,
+                "stalled_ms": 0.0,
+            }
+            peak_allocated = int(static + (peak - static) * share)
+            return changing_steps.Step(
+                index, length, ms, ms, 0, peak_allocated, static, 0, 0.0, counts=counts, expected=expected
+            )
+
+        freed, peak = planned["freed_bytes"], planned["peak_bytes"]
+        own = [
+            step(0, 100, 99.0, 9 * peak, expected),
+            step(5, 100, 102.0, peak, expected),
+            step(6, 95, 98.0, peak, expected),
+        ]
+        plain = {5: step(5, 100, 100.0, peak + freed), 6: step(6, 95, 100.0, peak + freed)}
+        found = changing_steps.against_plan(planned, [*own, step(7, 95, 50.0, 0)], plain, learn=2)
+        assert found["steps"] == 2
+        assert found["saved_bytes_error"] == pytest.approx(0)
+        assert found["copied_bytes_error"] == pytest.approx(1 / 1.1 - 1)
+        assert found["peak_bytes_error"] == pytest.approx(0, abs=1e-3)
+        assert found["freed_bytes_error"] == pytest.approx(0, abs=1e-3)
+        assert found["measured_added_time"] == pytest.approx(0)
+        assert found["added_time_error"] == pytest.approx(-planned["stalled_ms"] / 102.6, rel=1e-2)
+        assert changing_steps.against_plan(planned, own, plain, learn=9) is None
+        assert changing_steps.against_plan({**planned, "is_last": False}, own, plain, learn=2) is None
+
+    def test_plans_stand_in_the_file_and_the_table(self, results, monkeypatch, capsys):
+        training = Training(goal=PlanGoal())
+        for _ in range(20):
+            training.step()
+        (of_its_size,) = training.offloader._tuner._classes
+        of_its_size.size, of_its_size.profile = 64, replace(of_its_size.profile, sizes=(64,))
+        monkeypatch.setattr(
+            changing_steps, "tuner_of", lambda run: training.offloader._tuner if run.attachment else None
+        )
+        self.run("--lengths", "fixed", "--modes", "ours", "--no-check")
+        figures = tables.load("changing_steps_qwen3")
+        (found,) = figures["turns"]["fixed, ours"]["predicted"]
+        assert found["steps"] == 3
+        assert found["measured_saved_bytes"] > 0
+        assert figures["turns"]["fixed, ours"]["steps"]["follows_plan"] == [1] * 5
+        assert "| fixed, ours | 64 | 3 | " in "\n".join(tables.changing_steps(figures))
