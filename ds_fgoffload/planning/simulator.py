@@ -25,7 +25,7 @@ MOST_HALVINGS, FEWEST_HALVINGS = 12, 5
 """Of the range in which the least peak is looked for; fewer in long rounds, as below."""
 MOST_PREFIXES, FEWEST_PREFIXES = 32, 4
 """Numbers of sites that are tried one by one: fewer in long rounds."""
-SEARCHED_MOMENTS = 100_000
+SEARCHED_MOMENTS = 40_000
 """Moments of all rounds that are simulated to improve on that: some hundredths of a second, enough to search a small
 round through."""
 
